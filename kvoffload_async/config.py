@@ -49,7 +49,7 @@ HIDDEN: Final = "***"
 """Replacement for secrets."""
 
 _USER_INFO: Final = re.compile(r"(?<=://)[^\s'\"]*@")
-"""Matches up to the last @, because a password may contain an unescaped slash."""
+"""Matches a URL's user information, up to the last @: passwords may contain unescaped slashes."""
 _SECRET_NAME: Final = re.compile(
     "secret|password|token|credential|key(?!_id)|service_account|(?<!skip_)signature", re.IGNORECASE
 )
@@ -164,7 +164,7 @@ def or_none(parse: Parser) -> Parser:
 
 
 def number(is_valid: Callable[[float], bool], allowed: str) -> Callable[[object, str], float]:
-    """Return a parser for numbers that a function accepts; `allowed` describes them."""
+    """Return a parser of numbers that satisfy `is_valid`; `allowed` describes them in errors."""
 
     def parse(value: object, key: str) -> float:
         if not isinstance(value, int | float) or isinstance(value, bool) or not is_valid(value):
@@ -295,13 +295,6 @@ def parse_socket_path(value: object, key: str) -> str:
     return value
 
 
-def parse_file_path(value: object, key: str) -> str:
-    """Return the absolute path of a file; raises ConfigError."""
-    if not isinstance(value, str) or not value.startswith("/") or not _is_path(value):
-        _reject(key, value, "an absolute path")
-    return value
-
-
 def _tier_list(value: object, key: str) -> tuple[Mapping[str, Any], ...]:
     if not isinstance(value, list | tuple):
         _reject(key, value, 'a list of objects, each with a "type"')
@@ -312,7 +305,7 @@ def _tier_list(value: object, key: str) -> tuple[Mapping[str, Any], ...]:
 
 
 REQUIRED: Final = inspect.Parameter.empty
-"""The default of an option that has none."""
+"""Value of `default` that marks an option as required."""
 
 
 def option(
@@ -496,7 +489,7 @@ class OffloadConfig(Options):
     status_socket: str | None = option(or_none(parse_socket_path), None)
     """Path of the Unix socket that serves the engine's status to `kvoffload top`; only this user
     can connect. By default `KVOFFLOAD_STATUS_SOCKET`."""
-    record_trace: str | None = option(or_none(parse_file_path), None)
+    record_trace: str | None = option(or_none(parse_file), None)
     """Absolute path of a file for a trace of all requests, which `kvoffload simulate` and `replay`
     read. Block ids are hashed with a secret of the run. The file is rotated at 256 MiB; a trace
     that is there is kept as `<path>.1`, and any other file is refused."""

@@ -1,4 +1,4 @@
-"""Errors that end nothing: counted, and logged at a limited rate.
+"""Non-fatal errors: counted, and logged at a limited rate.
 
 What serves for the life of a process, a thread or a task, makes its calls within
 `ErrorLog.survived`, so that one error ends one call only.
@@ -61,7 +61,7 @@ class ErrorLog:
         self._lock = threading.Lock()
 
     def note(self, error: BaseException) -> None:
-        """Count an error; log it with its trace, unless one was just logged; drop its frames."""
+        """Count an error; log its traceback, unless one was just logged; drop its frames."""
         with self._lock:
             self.count += 1
             more = self._rate.note(self._clock())
@@ -73,7 +73,7 @@ class ErrorLog:
 
     @contextlib.contextmanager
     def survived(self) -> Iterator[None]:
-        """Continue behind the block after an error in it; a cancellation or Ctrl-C still ends."""
+        """Log and suppress an error of the `with` block; a cancellation or Ctrl-C propagates."""
         try:
             yield
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the caller continues

@@ -66,7 +66,7 @@ class TierError(OffloadError):
     """A storage tier failed to move a block of a job."""
 
     remedy: ClassVar[str] = ""
-    """What helps with any tier, for log lines; see `remedy_of`."""
+    """Remedy that applies to any tier, for log lines; see `remedy_of`."""
 
 
 class TierUnavailableError(TierError):
@@ -147,16 +147,16 @@ class JobCancelledError(TierError):
 
 
 class Trouble(enum.Enum):
-    """A situation of a tier that is not the error of a job; the value helps with any tier."""
+    """A situation of a tier that is no job's error; the value is the remedy for any tier."""
 
     TOO_SLOW = "raise cpu_bytes_to_use, set write_back to wait, or make the tier faster"
-    """It is in order, but blocks were evicted from the primary before it had room for them."""
+    """The tier works, but blocks were evicted from the primary before it had room for them."""
     SUSPENDED = "its stores are suspended: fix the error that the line of the suspension names"
-    """As above, while its stores were suspended."""
+    """Blocks were evicted from the primary while stores to the tier were suspended."""
     NOT_OPEN = "it is not open: fix the error that its opening names"
-    """As above, while the tier was not open."""
+    """Blocks were evicted from the primary while the tier was not open."""
     HANGING = "copies past their deadline still run: check whether its storage answers"
-    """As above, while copies past their deadline still ran."""
+    """Blocks were evicted from the primary while overdue copies of the tier still ran."""
     STORES_FAILED = "fix the errors of its stores, which have lines of their own"
     """Blocks were given up after failed stores."""
     CLOSED_TOO_SOON = "to store more of them, raise shutdown_timeout_s"
@@ -167,7 +167,7 @@ class Trouble(enum.Enum):
 
 Situation = Trouble | type[TierError]
 Remedies = Mapping[Situation, str]
-"""Situation, or class of an error and of its subclasses -> what helps, for log lines."""
+"""Situation, or class of an error and of its subclasses -> remedy, for log lines."""
 
 
 def check_remedies(remedies: object, owner: type) -> Remedies:
@@ -181,7 +181,7 @@ def check_remedies(remedies: object, owner: type) -> Remedies:
 
 
 def remedy_of(situation: Trouble | TierError, own: Remedies) -> str:
-    """Return what helps in a situation; empty if nothing is known to.
+    """Return the remedy for a situation; empty if none is known.
 
     Args:
         situation: The situation; an error stands for its class, then for its base classes.
@@ -240,7 +240,7 @@ def shortage_remedy(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def naming_shortage(what: str) -> Iterator[None]:
-    """Convert an error for want of descriptors, memory or threads to one with the remedy.
+    """Convert an error due to exhausted descriptors, memory or threads to one with the remedy.
 
     Args:
         what: What is impossible without them, with the keys and values that matter.

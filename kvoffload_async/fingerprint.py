@@ -119,7 +119,7 @@ def _digest(fd: int, parts: list[tuple[int, int]]) -> str:
 
 
 def _published_hash(file: Path, in_place_since_s: float) -> str | None:
-    """Return the hash that the hub published for a file, if it still applies.
+    """Return the hash that the Hugging Face Hub published for a file, if it still applies.
 
     In the hub's cache a snapshot's file is a link to a blob named by its hash. A download to a
     user's folder has it in `.cache/huggingface/download/<name>.metadata` (commit, hash and time of

@@ -10,7 +10,7 @@ from pathlib import Path
 def group_limits(
     controller: str, files: Mapping[int, str], root: Path = Path("/")
 ) -> Iterator[tuple[Path, int]]:
-    """Yield the limits of this process's control group and of those around it, with their files.
+    """Yield the limits of this process's control group and its ancestors, with their files.
 
     Args:
         controller: Name of the controller, such as "memory".
@@ -35,7 +35,7 @@ def group_limits(
 
 
 def thread_limits(root: Path = Path("/")) -> str:
-    """Return the limits on the number of this process's threads, with file or name and value.
+    """Describe the limits on this process's number of threads: file or name, and value.
 
     If a control group is full, only that one.
 

@@ -6,9 +6,9 @@ object's lifetime; *gauges* are current values. Blocks count one each, whatever 
 are those of the primary's rows.
 
 An engine or a `TieringOffloadingManager` may be read from any thread. The owner's thread gets
-current values; other threads get those published at the end of the owner's last step. Values that
-come from the tier itself (`gauges`, histograms, `corrupt_blocks` and the like) are read at the
-call. A primary or a tier without such a manager may only be read by its owner's thread.
+current values; other threads get those published at the end of the owner's last step. Durations,
+breakers, probes and a tier's own `gauges` are read at the call. A primary or a tier without such a
+manager may only be read by its owner's thread.
 
 These equations hold in every snapshot. Primary: `lookups == hits + pending_hits + misses`. Planner:
 `lookups == hits + pending_hits + retries + sum(misses.values())`, and `jobs_submitted` equals
@@ -357,7 +357,7 @@ class PlannerStatistics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeStatistics:
-    """Statistics of the threads.
+    """Statistics of the owner's thread and the event loop.
 
     Attributes:
         version: Version of this package.

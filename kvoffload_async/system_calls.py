@@ -1,4 +1,4 @@
-"""One table: system call -> its purpose, and what happens where the system refuses it.
+"""System calls that the package makes: their purpose, and what happens if one is refused.
 
 The seccomp profile of a container, or a kernel such as gVisor's, may refuse a call with EPERM or
 ENOSYS. The table has every call beyond opening, reading, writing, mapping and naming files.
@@ -18,7 +18,7 @@ REMEDY: Final = "permit this system call, for instance in the container's seccom
 
 
 class SystemCall(NamedTuple):
-    """A call that may be refused.
+    """A system call that the kernel or a sandbox may refuse.
 
     Attributes:
         purpose: What it is made for.

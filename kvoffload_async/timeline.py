@@ -117,7 +117,7 @@ class JobEnded:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """Any other event of the request.
+    """An event of the request other than a lookup or a copy.
 
     Attributes:
         at_s: Time of the first occurrence.
@@ -179,12 +179,12 @@ class RequestTimeline:
 
     @property
     def seconds(self) -> float:
-        """Time from its begin to the last known event."""
+        """Time from the request's start to its last known event."""
         return self.last_s - self.began_s
 
     @property
     def waited_s(self) -> float:
-        """Total time from lookups until scheduled."""
+        """Total time from the request's lookups until it was scheduled."""
         notes = (event for event in self.events if isinstance(event, Note))
         return sum(n.times * (n.seconds or 0.0) for n in notes if n.kind == "scheduled")
 

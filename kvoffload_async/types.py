@@ -29,7 +29,8 @@ Tiers see this request begin and end like any other, if it has any work.
 """
 
 JobId = int
-"""Strictly increasing, never reused. Each manager has one counter for both directions."""
+"""Number of a job: strictly increasing, never reused. Each manager has one counter for both
+directions."""
 
 BlockIds = npt.NDArray[np.int32]
 """Slots of the primary tier, shape `[num_blocks]`."""
@@ -59,7 +60,7 @@ def get_offload_group_idx(key: OffloadKey) -> int:
 
 
 def block_text(key: OffloadKey) -> str:
-    """Name a block in a message: with the digits of its hash, as in the name of its file."""
+    """Return a block's name for messages, with its hash in hexadecimal, as in its file's name."""
     return f"block {get_offload_block_hash(key).hex()} of group {get_offload_group_idx(key)}"
 
 
@@ -121,8 +122,8 @@ class TierMatcher:
     medium: Medium | None = None
     locality: Locality | None = None
 
-    def matches(self, medium: Medium, locality: Locality) -> bool:
-        """Return whether the matcher covers tiers of this medium and locality."""
+    def matches(self, medium: Medium, locality: Locality | None) -> bool:
+        """Return whether the matcher covers tiers of this medium and locality; None: unknown."""
         return self.medium in (None, medium) and self.locality in (None, locality)
 
 

@@ -1,4 +1,4 @@
-"""Waiting on an event loop: timeouts, a limiter, lasting waits, coalescing of blocking calls.
+"""Waiting on an event loop: timeouts, a limiter, delayed cancellation, coalesced blocking calls.
 
 Coalescing: requests made during a call are served by the next one. So a hundred jobs that end
 together need only a few journal appends and thread hand-overs, and a single job does not wait for
@@ -21,11 +21,11 @@ from kvoffload_async.errors import StateError, TierClosedError, TierError, TierU
 T = TypeVar("T")
 
 _MOST_S: Final = 1e9
-"""30 years; the system calls that wait refuse ten times as much."""
+"""Maximum timeout: 30 years; the system calls that wait reject ten times as much."""
 
 
 def seconds(timeout: float, name: str = "timeout_s") -> float:
-    """Return a timeout that a caller gave, or 30 years if it is longer.
+    """Return a timeout given by a caller, in seconds, but at most 30 years.
 
     Raises:
         StateError: It is negative or not finite.
@@ -40,7 +40,7 @@ def seconds(timeout: float, name: str = "timeout_s") -> float:
 
 
 class LastingFuture(asyncio.Future[T]):
-    """A future that is not ended by a cancellation of its awaiter.
+    """A future that is not cancelled when its awaiter is cancelled.
 
     `Task.cancel` first asks the awaited future to cancel itself. This future refuses, so the task
     receives the cancellation only when the future is done. The future's exception then counts as
@@ -144,7 +144,7 @@ class Limiter:
     """
 
     def __init__(self, permits: int, num_bytes: int = 0) -> None:
-        """Admit `permits` callers, at least 1, with `num_bytes`."""
+        """Limit admission to `permits` callers, at least 1, with `num_bytes` bytes in total."""
         self.max_bytes = num_bytes
         self.bytes_in_flight = 0
         self._free_permits = permits
@@ -272,7 +272,7 @@ class _TurnServer(ABC):
             task.add_done_callback(self._ended)
 
     def _replace(self, turn: _Turn) -> None:
-        """Consider the call of a turn hanging."""
+        """Consider the call of a turn hanging, and start another turn."""
         if self._current is turn:
             self._current = None
             self._start()
@@ -284,10 +284,10 @@ class _TurnServer(ABC):
 
 
 class Coalescer(_TurnServer, Generic[T]):
-    """Coalesces items into calls. Thread: loop; the calls run on an I/O thread."""
+    """Coalesces waiting items into blocking calls on an I/O thread. Thread: loop."""
 
     def __init__(self, name: str, call: Call[T], run: Runner) -> None:
-        """Create it on the loop that awaits it.
+        """Create the coalescer on the event loop that awaits its calls.
 
         Args:
             name: Name of its tasks.
@@ -351,53 +351,51 @@ class Coalescer(_TurnServer, Generic[T]):
             del group, failure  # avoid a cycle of exception and frame, which keeps job memory
 
     def _make(self, group: Sequence[_Waiter[T]]) -> None:
-        """Make the call. Thread: an I/O thread."""
+        """Make one call for the items of a group. Thread: an I/O thread."""
         self._call(
             [waiter.item for waiter in group],
             lambda: any(waiter.is_waiting for waiter in group),
         )
 
 
+@dataclass(slots=True, eq=False)
 class _Boxed(Generic[T]):
     """A call and its result or exception."""
 
-    __slots__ = ("_call", "_error", "_results", "future", "has_ended")
-
-    def __init__(self, call: Callable[[], T], future: asyncio.Future[None]) -> None:
-        self._call = call
-        self._results: list[T] = []
-        self._error: BaseException | None = None
-        self.future = future
-        self.has_ended = False
+    call: Callable[[], T]
+    future: asyncio.Future[None]
+    returned: list[T] = field(default_factory=list)
+    error: BaseException | None = None
+    has_ended: bool = False
 
     def make(self) -> None:
-        """Make the call. Thread: an I/O thread."""
+        """Make the call, and keep its result or exception. Thread: an I/O thread."""
         try:
-            self._results.append(self._call())
+            self.returned.append(self.call())
         except BaseException as error:  # noqa: BLE001 - passed to the waiter
-            self._error = error
+            self.error = error
         self.has_ended = True
 
     def fail(self, error: BaseException) -> None:
-        """Complete with an error without having been called. Thread: loop."""
+        """Complete the call with an error, without making it. Thread: loop."""
         kind = type(error) if isinstance(error, TierError) else TierUnavailableError
-        self._error = kind(str(error))
-        self._error.__cause__ = error
+        self.error = kind(str(error))
+        self.error.__cause__ = error
         self.has_ended = True
 
     def result(self) -> T:
         """Return the call's result or raise its exception; call only once."""
-        if self._error is not None:
-            error, self._error = self._error, None
+        if self.error is not None:
+            error, self.error = self.error, None
             try:
                 raise error
             finally:
                 del error  # avoid a cycle of exception and frame, which keeps job memory
-        return self._results.pop()
+        return self.returned.pop()
 
 
 class SerialExecutor(_TurnServer):
-    """Runs blocking calls independently of each other, with one thread hand-over for all waiting.
+    """Runs blocking calls one after another; all that wait share one hand-over to a thread.
 
     If a call hangs, after `_PATIENCE_S` the calls behind it are moved to another thread, and
     completed ones are reported.
@@ -406,13 +404,13 @@ class SerialExecutor(_TurnServer):
     """
 
     def __init__(self, name: str, run: Runner) -> None:
-        """Create it on the loop that awaits it; see `Coalescer`."""
+        """Create the executor on the event loop that awaits its calls; see `Coalescer`."""
         super().__init__(name, run)
         self._waiting: deque[_Boxed[Any]] = deque()
-        """Threads and the loop (for cancelled calls) remove entries, each atomically."""
+        """Waiting calls; threads, and the loop on cancellation, remove entries, each atomically."""
 
     async def run(self, call: Callable[[], T], /) -> T:
-        """Return a call's result; for cancellation see `Coalescer.add`.
+        """Run a blocking call and return its result; for cancellation see `Coalescer.add`.
 
         Raises:
             TierError: No thread is available.

@@ -201,7 +201,7 @@ OF_VLLM = [
     Case("type of a tier", whole(FS | {"type": ["fs"]}), "type: ['fs'] is not valid"),
     Case("rank of the tier", tiering(FS_TIER | {"rank": 0}), "unknown key 'rank'"),
     Case("option of the engine", tiering(FS_TIER | {"required": False}), "unknown key 'required'"),
-    Case("locality", tiering(FS_TIER | {"locality": "NEAR"}), "locality: 'NEAR' is not valid"),
+    Case("locality", tiering(FS_TIER | {"locality": "NEAR"}), "locality: 'NEAR' is unknown"),
     Case(
         "no tiers of ours", tiering({"type": "fs", "root_dir": "ROOT/v"}), "nothing here is", True
     ),
@@ -259,7 +259,7 @@ OF_LMCACHE = [
     Case("no params", ADAPTER | {"adapter_params": None}, "adapter_params: None is not valid"),
     Case("no tier", ADAPTER | {"adapter_params": {}}, "tier: missing"),
     Case("unknown option", params(SLAB, n=1), "unknown key 'n'"),
-    Case("rank", params(SLAB | {"rank": 1}), "tier[0]: rank: LMCache's keys determine it"),
+    Case("rank", params(SLAB | {"rank": 1}), "tier[0]: rank: 1 is determined by LMCache"),
     Case("time", params(SLAB, lock_timeout_s="soon"), "lock_timeout_s: 'soon'"),
     Case("capacity", params(without(SLAB, "capacity_bytes")), "tier[0]: capacity_bytes: missing"),
     Case("policy", ADAPTER | {"eviction": {"eviction_policy": "hd"}}, "eviction: eviction_policy:"),

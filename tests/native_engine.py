@@ -12,6 +12,7 @@ import pytest
 import xxhash
 from xxh3 import addresses
 
+from kvoffload_async.block_io.contract import Attribute, FileBatch, FileStores
 from kvoffload_async.tiers.files.ops import FileOps
 
 pytest.importorskip("kvoffload_async.block_io._native")
@@ -114,7 +115,6 @@ class Block:
     def store_files(self, **changed: Any) -> int:
         """Submit a batch of all rows."""
         arguments = {
-            **self._file_arguments(),
             "memory": self.source,
             "victims": [""] * self.count,
             "marker": "marker",
@@ -126,28 +126,31 @@ class Block:
             "wants_disk_bytes": True,
             "has_digest": True,
         }
-        return self.engine.store_files(**{**arguments, **changed})
+        memory, files, attribute, how = self._of_files(arguments | changed)
+        how = FileStores(**how, attribute=attribute)
+        return self.engine.store_files(memory, files, PREFIX, how)
 
     def load_files(self, **changed: Any) -> int:
         """Submit a batch of all rows."""
-        arguments = {
-            **self._file_arguments(),
-            "memory": self.target,
-            "expected": [None] * self.count,
-            "verify": True,
-        }
-        return self.engine.load_files(**{**arguments, **changed})
+        arguments = {"memory": self.target, "expected": [None] * self.count, "verify": True}
+        memory, files, attribute, rest = self._of_files(arguments | changed)
+        expected, verify = rest["expected"], rest["verify"]
+        return self.engine.load_files(memory, files, PREFIX, expected, attribute, verify=verify)
 
-    def _file_arguments(self) -> dict[str, Any]:
-        return {
+    def _of_files(self, changed: dict[str, Any]) -> tuple[Any, FileBatch, Attribute, dict]:
+        """Return the memory, the files, the attribute, and the other arguments."""
+        rest = {
             "root": self.root,
             "names": self.names,
             "rows": range(self.count),
             "keys": keys_of(self.count),
-            "prefix": PREFIX,
             "attribute": ATTRIBUTE,
             "value_prefix": VALUE_PREFIX,
+            **changed,
         }
+        files = FileBatch(**{name: rest.pop(name) for name in FileBatch._fields})
+        attribute = Attribute(rest.pop("attribute"), rest.pop("value_prefix"))
+        return rest.pop("memory"), files, attribute, rest
 
     def close(self) -> None:
         """Close the files."""

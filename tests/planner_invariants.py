@@ -15,7 +15,7 @@ from typing import TypeVar
 from kvoffload_async.core.invariants import STATE_INVARIANTS, Invariant, check_state
 from kvoffload_async.core.ledger import StartJob, TierEffect, TouchBlocks
 from kvoffload_async.core.planner import Planner
-from kvoffload_async.core.primary import BlockState, Primary
+from kvoffload_async.core.primary import Primary
 from kvoffload_async.types import ENGINE_REQ_ID, JobId, LookupResult, OffloadKey, ReqContext
 
 # -- jobs and requests --------------------------------------------------------------------------
@@ -314,10 +314,10 @@ def fingerprint(primary: Primary) -> Hashable:
     """Return a value that differs whenever two states of a primary differ in what is observable."""
     return (
         tuple(sorted(primary.resident())),
-        tuple(primary.ranked()),
-        tuple(primary.pool.free_slots()),
-        frozenset(primary.pool.retained_slots()),
-        frozenset(primary.loads().items()),
+        tuple(primary.keys_of(tuple(primary.policy.resident()))),
+        tuple(primary.pool.unused),
+        frozenset(primary.pool.holds),
+        frozenset(primary.loading.total().items()),
     )
 
 
@@ -565,12 +565,11 @@ def no_job_is_left(rest: Rest) -> Iterator[str]:
 def nothing_is_in_use(rest: Rest) -> Iterator[str]:
     """P2."""
     primary = rest.planner.primary
-    for key, _slot, _refs in primary.resident():
-        state = primary.state_of(key)
-        if state is not BlockState.IDLE:
-            yield f"block {key.hex()} is {state.name}"
+    for key, _slot, refs in primary.resident():
+        if refs:
+            yield f"block {key.hex()} is {'pinned' if refs > 0 else 'being written'}"
     if primary.counts["held"]:
-        yield f"slots {primary.pool.retained_slots()} are held"
+        yield f"slots {list(primary.pool.holds)} are held"
     if rest.planner.room.named:
         yield f"{rest.planner.room.named} slots are named by tickets and promotions"
 

@@ -1,7 +1,7 @@
 """Power cuts: file changes are recorded, and every state that a disk may have after a cut is built.
 
     ops = RecordingFileOps(str(root))
-    with TierHarness(FsTier(settings, create_policy, ops)) as harness:
+    with TierHarness(FsTier(FsSettings(ops=ops, ...))) as harness:
         harness.store(keys)
         ops.mark(keys)                 # acknowledged: a cut from here on must not lose them
     for state in states_of(ops.recording, ops.recording.num_steps, MetadataOrder.JOURNALLED):

@@ -11,13 +11,15 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
-from kvoffload_async.integrations.vllm.version import SUPPORTED
+from kvoffload_async.integrations.vllm.version import CONTRACT
 
 ROOT = Path(__file__).parents[1]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 KINDS = ["Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"]
-VLLM_VERSIONS = [f"0.{minor}" for minor in range(100) if f"0.{minor}" in SpecifierSet(SUPPORTED)]
+VLLM_VERSIONS = [
+    f"0.{minor}" for minor in range(100) if f"0.{minor}" in SpecifierSet(CONTRACT.supported)
+]
 PYTHONS = [
     found[1]
     for classifier in PROJECT["classifiers"]

@@ -6,8 +6,8 @@ import weakref
 from functools import partial
 
 import pytest
+from virtual_runner import VirtualRunner
 
-from kvoffload_async.testing import VirtualRunner
 from kvoffload_async.waiting import LastingFuture, Limiter, all_done, until_done
 
 MINUTE = 60.0

@@ -22,11 +22,11 @@ class JobFinished:
 
     job_id: JobId
     failures: Mapping[int, Exception] = field(default_factory=dict)
-    """Index in the job -> why that block failed; for an external manager of any class."""
+    """Index in the job -> error of that block; from an external manager, of any class."""
     job_error: Exception | None = None
     """Why the job failed as a whole; then no block succeeded."""
     seconds: float = 0.0
-    """Time from the actor's acceptance to the end."""
+    """Time from the actor's acceptance of the job to its end."""
     outdated: frozenset[OffloadKey] = frozenset()
     """Blocks with an announcement newer than the job's start; it overrides the job's result."""
     queue_s: float | None = field(default=None, compare=False)
@@ -50,7 +50,7 @@ class ProbeAnswered:
     error: TierError | None = field(default=None, compare=False)
     """Set if the probe failed; then `present` is empty."""
     seconds: float = field(default=0.0, compare=False)
-    """Time from the actor's acceptance to the end."""
+    """Time from the actor's acceptance of the probe to its end."""
 
 
 @dataclass(frozen=True, slots=True)

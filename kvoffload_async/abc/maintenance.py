@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Final, Self, TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A result of maintenance: something found or done."""
+    """A result of maintenance: an observation or an action."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Problem(Finding):
 
 @dataclass(frozen=True, slots=True)
 class Removal(Finding):
-    """Something that was removed or, in a dry run, would be.
+    """A file, folder or block that was removed or, in a dry run, would be.
 
     Attributes:
         what: The file, folder or block.
@@ -53,7 +53,7 @@ class Removal(Finding):
 
 @dataclass(frozen=True, slots=True)
 class Summary(Finding):
-    """The totals; always the last finding.
+    """The totals of a maintenance run; always the last finding.
 
     Attributes:
         title: Title for a table of summaries.
@@ -71,7 +71,7 @@ class Summary(Finding):
 
 
 Findings: TypeAlias = AsyncGenerator[Finding, None]
-"""Closing the iterator early stops the work cleanly and releases all locks."""
+"""Iterator over findings; closing it early stops the work cleanly and releases all locks."""
 
 
 def _ignore(_amount: int) -> None:
@@ -79,7 +79,7 @@ def _ignore(_amount: int) -> None:
 
 
 MAX_LISTED: Final = 10
-"""Default limit for lists of findings."""
+"""Default maximum number of blocks that a summary lists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +106,7 @@ class MaintenanceControl:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GcOptions:
-    """What `gc` removes, besides leftovers of dead writers and empty folders.
+    """Options of `gc`: what it removes besides leftovers of dead writers and empty folders.
 
     Attributes:
         older_than_s: Minimum age in seconds since the last change for removing unknown files and

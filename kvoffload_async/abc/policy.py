@@ -41,7 +41,7 @@ class CachePolicy(ABC):
     """Whether the primary calls `declines` and `request_ended`; a tier never does."""
 
     def __init__(self, capacity_blocks: int) -> None:
-        """Rank at most `capacity_blocks` resident keys."""
+        """Create an empty ranking of at most `capacity_blocks` resident keys."""
         self.capacity_blocks = capacity_blocks
 
     def declines(
@@ -98,7 +98,7 @@ class CachePolicy(ABC):
 
     @abstractmethod
     def admit(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
-        """Occupy free slots with absent keys, pairwise; the last one is the most recent."""
+        """Occupy free slots with absent keys, pairwise; the last key is the most recent."""
 
     @abstractmethod
     def access(self, slots: Sequence[int], reused: Sequence[bool]) -> None:
@@ -120,7 +120,7 @@ class CachePolicy(ABC):
         slots: Sequence[int | None],
         reused: Sequence[bool],
     ) -> None:
-        """Record the uses of a request that has ended; by default, calls `access`.
+        """Record the blocks that a request has used, at its end; by default, calls `access`.
 
         Called in place of `access` if the policy follows requests and the request has keys.
 

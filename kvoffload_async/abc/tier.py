@@ -32,7 +32,7 @@ class Direction(enum.Enum):
     LOAD = enum.auto()
     STORE = enum.auto()
     METADATA = enum.auto()
-    """No payload moves: existence probes, sweeps, journals."""
+    """Operations without payload: existence probes, sweeps, journals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,17 +286,17 @@ class AsyncTier(ABC):
     """
 
     declares: ClassVar[type[TierSettings] | None] = None
-    """Declares the tier's options; the constructor takes an instance. None: the constructor's
-    parameters are the options."""
+    """Class that declares the tier's options; the constructor takes an instance. None: the
+    constructor's parameters are the options."""
     requires: ClassVar[Mapping[str, str]] = {}
     """Library that must be installed -> how to install it; import it in `open` or later."""
     remedies: ClassVar[Remedies] = {}
-    """What helps if this tier fails, for log lines. Texts for any tier are the fallback."""
+    """Remedies if this tier fails, for log lines. Texts for any tier are the fallback."""
     capabilities: TierCapabilities
     bounds: TierBounds = TierBounds()
-    """May depend on the primary's geometry, and may therefore be set in `open`."""
+    """Limits of the tier's work; as they may depend on the primary, `open` may set them."""
     waits_for_device: bool = False
-    """Whether its I/O threads often wait for a device, so that it has more of them than CPUs."""
+    """Whether I/O threads often wait for a device, so that the tier has more threads than CPUs."""
     io_threads: int | None = None
     """Number of I/O threads that the tier's own options set, all but one of which prefer loads;
     None: `n_read_threads` and `n_write_threads` set it."""

@@ -67,7 +67,7 @@ class Transfer(ABC):
 
     @abstractmethod
     async def outcome(self) -> TransferOutcome:
-        """Await the end; cancelling the wait does not cancel the copies. Thread: loop.
+        """Await the outcome; cancelling the wait does not cancel the copies. Thread: loop.
 
         No byte may move any more when this returns or raises: an exception counts as a failed
         transfer that has ended. The exception is a transfer that failed as `Transport.close`
@@ -80,7 +80,7 @@ class Transfer(ABC):
 
 
 class Transport(ABC):
-    """Copies blocks on streams of its own.
+    """Copies blocks between device and host on streams of its own.
 
     Guaranteed by the caller: slots and device blocks of a transfer stay unchanged until it has
     ended.
@@ -112,7 +112,7 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self, timeout_s: float) -> bool:
-        """Wait for both directions; every transfer has an outcome if this returns in time.
+        """Wait for transfers of both directions; all have an outcome if this returns in time.
 
         Returns:
             False on timeout, or if copies may still run: host and device memory must stay mapped.
@@ -161,7 +161,7 @@ class HoldablePages(Protocol):
     """Memory that is returned to the system only after every hold on it has been released."""
 
     def hold(self, who: str) -> Callable[[], None]:
-        """See `hold_pages`."""
+        """Keep the memory's pages mapped; see `hold_pages`."""
         ...
 
 

@@ -20,28 +20,28 @@ Args = TypeVarTuple("Args")
 
 
 class Waiters:
-    """All calls that wait for the core or for a copy.
+    """The engine's calls that wait for the planner or for a copy.
 
     Not thread-safe; call only from the event loop's thread.
 
     Attributes:
         has_given_up: Whether running copies were given up; their end is not reported.
         wake_ups: Number of wake-ups.
+        round: Number of times that room was reported.
     """
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
         self.by_key: dict[OffloadKey, dict[Waiter, None]] = {}
         self.for_room: dict[Waiter, int] = {}
-        """Waiter for room -> the round in which it last found none."""
+        """Waiter for room in the primary -> the round in which it last found no room."""
         self.for_progress: dict[Waiter, None] = {}
         self.everybody: dict[Waiter, None] = {}  # ordered: woken first come, first served
         self.watched: dict[EngineRequest, None] = {}
-        """Requests with a callback that waits for their release."""
+        """Requests with a `when_released` callback that has not been called yet."""
         self.has_given_up = False
         self.wake_ups = 0
-        self._round = 0
-        """Number of times that room was reported."""
+        self.round = 0
 
     def decided(self, keys: Iterable[OffloadKey]) -> None:
         """Wake the waiters for keys whose write has ended or whose probe was answered."""
@@ -53,27 +53,23 @@ class Waiters:
                 waiter.wake()
 
     def progressed(self, *, has_room: bool) -> None:
-        """Wake the waiters for progress and, if `has_room`, the first of those for room."""
+        """Wake the waiters for progress and, if `has_room`, the first waiter for room."""
         woken, self.for_progress = self.for_progress, {}
         for waiter in woken:
             waiter.wake()
         if has_room:
-            self._round += 1
+            self.round += 1
             self.room_left()
 
     def room_left(self) -> None:
-        """Wake the next waiter for room, unless it has already found none in this round.
+        """Wake the next waiter for room, unless it has already found no room in this round.
 
         So waiters are served in FIFO order, and none is woken after the room is used up.
         """
         waiter = next(iter(self.for_room), None)
-        if waiter is not None and self.for_room[waiter] != self._round:
+        if waiter is not None and self.for_room[waiter] != self.round:
             del self.for_room[waiter]
             waiter.wake()
-
-    def wait_for_room(self, waiter: Waiter) -> None:
-        """Append a waiter that has found no room to the queue of waiters for room."""
-        self.for_room[waiter] = self._round
 
     def wake_all(self) -> None:
         """Wake all waiters."""
@@ -117,13 +113,13 @@ class Waiter:
                 waiters.by_key.pop(key, None)
 
     def expect(self, key: OffloadKey) -> None:
-        """Register for a wake-up when the key is decided."""
+        """Register for a wake-up when the key's write has ended or its probe was answered."""
         self._keys[key] = None
         self._waiters.by_key.setdefault(key, {})[self] = None
 
     def expect_room(self) -> None:
         """Register for a wake-up, in FIFO order, when there may be room in the primary."""
-        self._waiters.wait_for_room(self)
+        self._waiters.for_room[self] = self._waiters.round
 
     def expect_progress(self) -> None:
         """Register for a wake-up at any progress of a tier or copy."""
@@ -238,7 +234,7 @@ class EngineRequest:
         self.report_release()
 
     def report_release(self) -> None:
-        """Schedule the callbacks of `when_released` if it is decided which."""
+        """Schedule the callbacks of `when_released` if the request is released or given up."""
         waiters = self._waiters
         if not (waiters.has_given_up if self._copies else self._has_ended):
             return

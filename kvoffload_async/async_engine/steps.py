@@ -1,4 +1,4 @@
-"""The steps of the core, and stores, which may take several steps.
+"""The planner's steps on an event loop, and store calls, which may take several steps.
 
 A store first copies the longest prefix that fits, then the rest as room becomes available.
 """
@@ -16,7 +16,7 @@ from kvoffload_async.abc.tier import Direction
 from kvoffload_async.async_engine.request import EngineRequest, Waiter, Waiters
 from kvoffload_async.async_engine.transfers import Transfers
 from kvoffload_async.core.counters import Histogram
-from kvoffload_async.core.primary import BlockState, Primary
+from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.room import RoomWatch
 from kvoffload_async.errors import BusyError, ClosedError, OffloadError, StateError
 from kvoffload_async.facade.driver import PlannerDriver
@@ -27,7 +27,7 @@ _CALLS_PER_STEP: Final = 32
 
 
 class Steps:
-    """Ends a step of the core after each iteration of the event loop that called the core.
+    """Ends a planner step after each iteration of the event loop that called the planner.
 
     Calls that never wait give the loop no turn, so a step also ends after `_CALLS_PER_STEP` calls.
 
@@ -43,7 +43,7 @@ class Steps:
         self._unread_events = unread_events
         self._readers: dict[int, deque[OffloadingEvent]] = {}
         self.resetting: asyncio.Future[None] | None = None
-        """Done when the running reset ends; None without one."""
+        """Done when the running reset ends; None if no reset is running."""
         self.missed_events = 0
         """Number of events dropped for slow readers, summed over readers."""
         self._driver: PlannerDriver | None = None
@@ -74,7 +74,7 @@ class Steps:
         self.waiters.wake_all()
 
     def end(self, driver: PlannerDriver) -> None:
-        """End the last step, and the readers' iterations."""
+        """End the last step, and every reader's iteration over the events."""
         try:
             self._finish(driver)
         finally:
@@ -98,7 +98,7 @@ class Steps:
     # -- steps ----------------------------------------------------------------------------------
 
     def begin_call(self) -> None:
-        """Count a call, at its start; if the step has had many, end it first.
+        """Count the start of a call; end the step first if it has had too many calls.
 
         A step keeps what its calls have looked up.
         """
@@ -108,19 +108,18 @@ class Steps:
         self._num_calls += 1
 
     def note_progress(self) -> None:
-        """Record an event that calls may wait for, and schedule a step."""
+        """Record progress that calls may wait for, and schedule a step."""
         self._has_progress = True
         self.schedule()
 
     def note_report(self) -> None:
-        """Record that a tier has reported something, maybe within a call of the core's.
+        """Record that a tier has posted a report, possibly during a call of the planner.
 
         The end of the step takes it in, also if the step has polled the tiers before.
         """
         if self._driver is not None:
             self._driver.interrupt_step()
-        self._has_progress = True
-        self.schedule()
+        self.note_progress()
 
     def schedule(self) -> None:
         """End the step after this iteration of the loop; repeated calls have no effect."""
@@ -140,7 +139,7 @@ class Steps:
         self.ensure_open()
 
     async def events(self) -> AsyncIterator[OffloadingEvent]:
-        """Iterate over the events from the first iteration on, until the end."""
+        """Iterate over the block events, from the first iteration until the engine is closed."""
         self.ensure_open()
         unread: deque[OffloadingEvent] = deque(maxlen=self._unread_events)
         self._readers[id(unread)] = unread
@@ -193,7 +192,7 @@ class Steps:
             self.waiters.progressed(has_room=is_wanted and driver.planner.primary.room > 0)
 
     def _schedule_later(self, delay_s: float) -> None:
-        """Schedule a step in `delay_s` seconds, replacing the last timer; infinity: none."""
+        """Replace the timer of the next step: due in `delay_s` seconds, never if infinite."""
         if self._later is not None:
             self._later.cancel()
         is_due = delay_s < math.inf
@@ -205,11 +204,8 @@ class Steps:
         news.set_result(None)
 
 
-_IN_USE = frozenset({BlockState.PINNED, BlockState.WRITING})
-
-
 class _KeysLeft:
-    """The blocks of a store that are not stored yet, head to tail.
+    """The keys of a store call that are not stored yet, head to tail.
 
     The first offer contains all blocks, later offers the prefix that may fit into new room.
 
@@ -238,7 +234,7 @@ class _KeysLeft:
         return self.offered
 
     def note_answer(self, granted: PrepareStoreOutput | None, room_made: int) -> None:
-        """Record the blocks granted of the offer, and `room_made` right after it."""
+        """Record the granted part of the offer, and the value of `room_made` right afterwards."""
         if granted is None or granted.keys_left_out:
             self._watch.blocks_left_out(room_made)
         else:
@@ -262,7 +258,7 @@ class Stores:
         steps: Steps,
         transfers: Transfers,
     ) -> None:
-        """Create the object; reserves nothing."""
+        """Create the object without reserving slots."""
         self._driver = driver
         self._planner = driver.planner
         self._primary = driver.planner.primary
@@ -276,7 +272,7 @@ class Stores:
         device_blocks: Sequence[int],
         deadline_s: float,
     ) -> int:
-        """Store the blocks that fit now, and the rest while room can become available.
+        """Store the blocks that fit now, then the rest as room becomes available.
 
         Args:
             request: The storing request; sets its `left_out`.
@@ -401,14 +397,14 @@ class Stores:
 
 
 def _may_have_room(primary: Primary, request: EngineRequest) -> bool:
-    """Return whether room may be freed: blocks are pending, or in use by other requests."""
+    """Return whether room may be freed: blocks await write-back or are in use by other requests."""
     if primary.protected_blocks:
         return True
     counts = primary.counts
     in_use = counts["pinned"] + counts["writing"]
     if not in_use or in_use > len(request.keys):
         return in_use > 0
-    return in_use > sum(primary.state_of(key) in _IN_USE for key in request.keys)
+    return in_use > primary.num_in_use(request.keys)
 
 
 def _no_room(primary: Primary, wanted: int) -> str:

@@ -56,7 +56,6 @@ _WAYS: Final[dict[Direction, TransferDirection]] = {
     Direction.LOAD: "load",
     Direction.STORE: "store",
 }
-_CALLS: Final = {Direction.LOAD: "loads", Direction.STORE: "stores"}
 
 Ended = Callable[[BaseException | None], None]
 """Called once when a copy has ended, with its error or None."""
@@ -79,7 +78,7 @@ class Transfers:
         recorder: RequestRecorder | None = None,
         block_bytes: int = 0,
     ) -> None:
-        """Start without copies; `recorder`, if given, records each; `block_bytes` per block."""
+        """Create the limiters; `recorder` records each copy, at `block_bytes` per block."""
         self._transport = transport
         self._recorder = recorder
         self._block_bytes = block_bytes
@@ -103,16 +102,16 @@ class Transfers:
             return free
         if self._recorder is not None:
             self._recorder.advance(self._clock())
-            self._recorder.note(ctx, "waits", reason=f"other {_CALLS[direction]} to end")
+            self._recorder.note(ctx, "waits", reason=f"other {_WAYS[direction]}s to end")
         with self.waiting(direction):
             async with asyncio.timeout_at(deadline_s):
                 return await limiter.acquire()
 
     @contextmanager
     def waiting(self, direction: Direction) -> Iterator[None]:
-        """Count a waiting call within the block; BusyError if too many wait."""
+        """Count a waiting call inside the `with` block; BusyError if too many calls wait."""
         if self._num_waiting[direction] >= self._most_waiting:
-            raise BusyError(f"too many {_CALLS[direction]} are waiting")
+            raise BusyError(f"too many {_WAYS[direction]}s are waiting")
         self._num_waiting[direction] += 1
         try:
             yield
@@ -224,14 +223,10 @@ class Transfers:
         for limiter in self._limiters.values():
             limiter.open()
 
-    def abandon(self) -> None:
-        """Stop tracking running copies; their callers get a ClosedError."""
-        self.running.abandon(ClosedError("the engine was closed before the copy had ended"))
-
 
 @dataclass(slots=True, eq=False)
 class _Running:
-    """One copy.
+    """A running copy between the device and the primary.
 
     Attributes:
         transfer: The transport's transfer.
@@ -265,21 +260,22 @@ class RunningTransfers:
         return len(self._running)
 
     def start(self, transfer: Transfer, ended: Ended) -> asyncio.Future[TransferOutcome]:
-        """Track a transfer; the future never raises, and cancelling it stops nothing."""
+        """Track a transfer; the returned future never raises, and cancelling it has no effect."""
         running = _Running(transfer, ended, self._loop.create_future())
         self._follow(running)
         self._running[running] = None
         return running.landed
 
     async def quiesce(self, timeout_s: float) -> bool:
-        """Wait until the copies under way have ended, but for later ones; False at the deadline."""
+        """Wait until the copies now under way have ended; return False at the deadline."""
         copies = list(self._running)
         if copies and timeout_s > 0:
             await asyncio.wait([copy.landed for copy in copies], timeout=timeout_s)
         return all(copy.has_ended for copy in copies)
 
-    def abandon(self, error: Exception) -> None:
-        """Stop tracking all copies: their futures get `error`, and `ended` is never called."""
+    def abandon(self) -> None:
+        """Stop tracking all copies: their callers get a ClosedError; `ended` is never called."""
+        error = ClosedError("the engine was closed before the copy had ended")
         abandoned, self._running = self._running, {}
         for running in abandoned:
             running.landed.set_result(TransferOutcome(0, error=error))

@@ -45,7 +45,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Payload:
-    """Rows like those of a primary tier, and a reference copy; a context manager.
+    """Rows like those of a primary, and a reference copy of their content; a context manager.
 
     Attributes:
         view: The rows, shape `[num_rows, row_bytes]`, as passed to a tier.
@@ -81,7 +81,7 @@ class Payload:
             buffer.release()
 
     def fill(self) -> None:
-        """Copy the expected content to the rows."""
+        """Copy the expected content into the rows."""
         np.copyto(self.flat, self.truth)
 
     def wipe(self) -> None:
@@ -100,11 +100,11 @@ class Payload:
 _START_S = 30.0
 
 Moves = Mapping[str, Callable[[], Sample]]
-"""Functions that store and load all rows, by pass name."""
+"""Functions that store and load all rows once, by pass name."""
 
 
 class Baseline(ABC):
-    """Writes and reads the rows of one payload.
+    """A measurement of raw I/O, which writes and reads the rows of one payload.
 
     Attributes:
         kind: Kind of baseline.
@@ -116,101 +116,92 @@ class Baseline(ABC):
     kind: ClassVar[str]
 
     def __init__(self, place: Place) -> None:
-        """Create a baseline in a place."""
+        """Create a baseline that writes in the directory `place`."""
         self.place = place
         self.directory = str(place.path)
         self.name = f"{self.kind} {self.directory}"
 
     def measure(self, plan: Plan, payload: Payload, jobs: Jobs) -> dict[str, Sample]:
-        """Return samples of storing and loading; afterwards the rows have the right content.
+        """Return samples of storing and loading; afterwards the rows have the expected content.
 
         Raises:
             InputError: The place has no space, or does not support the requested I/O.
             UnfitError: Fewer bytes than expected were moved, or wrong ones.
         """
         samples: dict[str, Sample] = {}
-        with self._as_unusable(), self._open(plan, payload, jobs) as moves:
-            payload.fill()
-            if plan.steady:  # in the steady state a full tier overwrites its files
-                moves["store"]()
-            samples["store"] = moves["store"]()
-            payload.wipe()
-            samples["load"] = moves["load"]()
+        try:
+            with self._open(plan, payload, jobs) as moves:
+                payload.fill()
+                if plan.steady:  # in the steady state a full tier overwrites its files
+                    moves["store"]()
+                samples["store"] = moves["store"]()
+                payload.wipe()
+                samples["load"] = moves["load"]()
+        except OSError as error:
+            raise InputError(
+                f"{self.directory}: the baseline cannot be measured here ({error.strerror}); name "
+                "another directory"
+            ) from error
         if payload.wrong_rows(jobs.num_keys):
             raise UnfitError(f"{self.name}: returned other bytes than were written to it")
         return samples
 
     @abstractmethod
     def _open(self, plan: Plan, payload: Payload, jobs: Jobs) -> AbstractContextManager[Moves]:
-        """Open new files; yield the functions that move the bytes."""
+        """Open new files; yield the functions that store and load the rows."""
 
     @contextmanager
-    def _new_files(self, count: int, size_bytes: int, *, direct: bool) -> Iterator[list[int]]:
-        """Create `count` files of `size_bytes` each."""
+    def _new_files(self, count: int, size_bytes: int) -> Iterator[list[int]]:
+        """Create `count` files of `size_bytes` each; yield their descriptors."""
         with self.place.new_directory() as directory, ExitStack() as stack:
             files = []
-            flags = os.O_RDWR | os.O_CREAT | (os.O_DIRECT if direct else 0)
             for number in range(count):
-                file = os.open(Path(directory, f"baseline-{number}"), flags, 0o600)
+                path = Path(directory, f"baseline-{number}")
+                file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
                 stack.callback(os.close, file)
                 os.posix_fallocate(file, 0, size_bytes)
                 files.append(file)
             yield files
 
-    @contextmanager
-    def _as_unusable(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise InputError(
-                f"{self.directory}: the baseline cannot be measured here ({error.strerror}); name "
-                "another directory"
-            ) from error
-
 
 class PlainBaseline(Baseline):
-    """System calls from Python threads, without checksums."""
+    """Baseline: system calls from Python threads, without checksums."""
 
     kind: ClassVar[str] = "plain"
 
     @contextmanager
     def _open(self, plan: Plan, payload: Payload, jobs: Jobs) -> Iterator[Moves]:
-        extents = _extents(payload.bytes, jobs)
-        with self._new_files(1, jobs.num_bytes, direct=plan.direct_baseline) as (file,):
+        content, starts = payload.bytes[: jobs.num_bytes], extents(jobs)
+        with self._new_files(1, jobs.num_bytes) as (file,):
 
-            def write(start: int) -> None:
-                _check(os.pwritev(file, [extents[start]], start), extents[start])
+            def move(call: Callable[..., int], start: int) -> None:
+                extent = content[start : start + starts.step]
+                _check(call(file, [extent], start), extent)
 
-            def read(start: int) -> None:
-                _check(os.preadv(file, [extents[start]], start), extents[start])
-
-            def moved_by(call: Callable[[int], None]) -> Callable[[], Sample]:
-                return lambda: _timed(call, list(extents), plan.threads, jobs, plan.in_flight)
-
-            yield {"store": moved_by(write), "load": moved_by(read)}
+            yield {
+                "store": partial(_timed, partial(move, os.pwritev), starts, plan, jobs),
+                "load": partial(_timed, partial(move, os.preadv), starts, plan, jobs),
+            }
 
 
 def measure_memcpy(plan: Plan, payload: Payload, jobs: Jobs) -> Sample:
-    """Return a sample of copying the bytes within memory."""
-    extents = {
-        start: (payload.flat[start : start + size], payload.truth[start : start + size])
-        for start, size in _cuts(jobs)
-    }
+    """Return a sample of copying the rows' bytes within memory."""
+    starts = extents(jobs)
 
     def copy(start: int) -> None:
-        np.copyto(*extents[start])
+        end = min(start + starts.step, jobs.num_bytes)
+        np.copyto(payload.flat[start:end], payload.truth[start:end])
 
-    return _timed(copy, list(extents), plan.threads, jobs, plan.in_flight)
-
-
-def _cuts(jobs: Jobs) -> list[tuple[int, int]]:
-    """Return (start, size) of every extent: whole blocks, joined up to `EXTENT_BYTES`."""
-    size = max(1, EXTENT_BYTES // jobs.block_bytes) * jobs.block_bytes
-    return [(start, min(size, jobs.num_bytes - start)) for start in range(0, jobs.num_bytes, size)]
+    return _timed(copy, starts, plan, jobs)
 
 
-def _extents(flat: memoryview, jobs: Jobs) -> dict[int, memoryview]:
-    return {start: flat[start : start + size] for start, size in _cuts(jobs)}
+def extents(jobs: Jobs) -> range:
+    """Return the offset of every extent: whole blocks, joined up to `EXTENT_BYTES`."""
+    return range(0, jobs.num_bytes, _extent_blocks(jobs) * jobs.block_bytes)
+
+
+def _extent_blocks(jobs: Jobs) -> int:
+    return max(1, EXTENT_BYTES // jobs.block_bytes)
 
 
 def _check(moved_bytes: int, extent: memoryview) -> None:
@@ -218,13 +209,11 @@ def _check(moved_bytes: int, extent: memoryview) -> None:
         raise UnfitError(f"a plain call moved {moved_bytes} of {extent.nbytes} bytes")
 
 
-def _timed(
-    call: Callable[[int], None], starts: Sequence[int], threads: int, jobs: Jobs, in_flight: int
-) -> Sample:
-    """Run the calls on threads that are started before the clock."""
+def _timed(call: Callable[[int], None], starts: range, plan: Plan, jobs: Jobs) -> Sample:
+    """Run a call for each extent, on threads, and measure the time after the threads' start."""
     waiting = deque(starts)
     ended_s: dict[int, float] = {}
-    gate = threading.Barrier(threads + 1)
+    gate = threading.Barrier(plan.threads + 1)
 
     def serve() -> None:
         gate.wait(_START_S)
@@ -236,40 +225,34 @@ def _timed(
             call(start)
             ended_s[start] = time.perf_counter()
 
-    with ThreadPoolExecutor(threads, "kvoffload-bench-baseline") as pool:
-        tasks = [pool.submit(serve) for _ in range(threads)]
+    with ThreadPoolExecutor(plan.threads, "kvoffload-bench-baseline") as pool:
+        tasks = [pool.submit(serve) for _ in range(plan.threads)]
         gate.wait(_START_S)
         begun_s, cpu_s = time.perf_counter(), time.process_time()
         for task in tasks:
             task.result()
         wall_s, cpu_s = max(ended_s.values()) - begun_s, time.process_time() - cpu_s
-    job_ends_s = _job_ends(jobs, {start: ended - begun_s for start, ended in ended_s.items()})
-    latencies_s = _latencies(job_ends_s, in_flight)
+    job_ends_s = _job_ends(jobs, starts, [ended_s[start] - begun_s for start in starts])
+    latencies_s = _latencies(job_ends_s, plan.in_flight)
     return of_pass(jobs, wall_s=wall_s, cpu_s=cpu_s, latencies_s=latencies_s)
 
 
-def _job_ends(jobs: Jobs, ended_s: dict[int, float]) -> list[float]:
+def _job_ends(jobs: Jobs, starts: range, ended_s: list[float]) -> list[float]:
     """Return the end time of each job's last extent; an extent may belong to several jobs."""
-    starts = sorted(ended_s)
-    ends = [ended_s[start] for start in starts]
-    extent_bytes = starts[1] - starts[0] if len(starts) > 1 else jobs.num_bytes
     job_bytes = jobs.keys_per_job * jobs.block_bytes
     return [
-        max(ends[first // extent_bytes : (first + job_bytes - 1) // extent_bytes + 1])
+        max(ended_s[first // starts.step : (first + job_bytes - 1) // starts.step + 1])
         for first in range(0, jobs.num_bytes, job_bytes)
     ]
 
 
 def _latencies(job_ends_s: list[float], in_flight: int) -> list[float]:
-    """Return each job's latency as if it was submitted when an earlier job ended.
+    """Return each job's latency, as if the job had been submitted when an earlier job ended.
 
     A tier's pass behaves like that: at most `in_flight` jobs are in flight.
     """
-    freed_s = sorted(job_ends_s)
-    return [
-        ended_s - (freed_s[i - in_flight] if i >= in_flight else 0.0)
-        for i, ended_s in enumerate(job_ends_s)
-    ]
+    starts_s = [0.0] * in_flight + sorted(job_ends_s)
+    return [end_s - start_s for start_s, end_s in zip(starts_s, job_ends_s, strict=False)]
 
 
 _FOLDERS: Final = 256
@@ -278,7 +261,7 @@ _VALUES: Final = (b"0" * 17, b"1" * 17)
 
 
 class RecyclingBaseline(Baseline):
-    """System calls from Python threads that overwrite and rename files of evicted blocks."""
+    """Baseline: system calls from Python threads that overwrite and rename existing files."""
 
     kind: ClassVar[str] = "recycling"
 
@@ -289,20 +272,19 @@ class RecyclingBaseline(Baseline):
             starts = range(0, jobs.num_bytes, jobs.block_bytes)
             for start in starts:
                 files.create(start)
-
-            def moved_by(call: Callable[[int], None]) -> Callable[[], Sample]:
-                return lambda: _timed(call, starts, plan.threads, jobs, plan.in_flight)
-
-            yield {"store": moved_by(files.recycle), "load": moved_by(files.read)}
+            yield {
+                "store": partial(_timed, files.recycle, starts, plan, jobs),
+                "load": partial(_timed, files.read, starts, plan, jobs),
+            }
 
 
 class _Files:
-    """Files of blocks in `_FOLDERS` folders, each with an attribute."""
+    """Files of blocks in `_FOLDERS` folders, each file with an extended attribute."""
 
     def __init__(
         self, directory: str, content: memoryview, block_bytes: int, stack: ExitStack
     ) -> None:
-        """Make the folders; `stack` closes them."""
+        """Create the folders; `stack` closes their descriptors."""
         self._content = content
         self._block_bytes = block_bytes
         self._names: dict[int, tuple[int, str]] = {}
@@ -314,13 +296,13 @@ class _Files:
             stack.callback(os.close, self._folders[-1])
 
     def create(self, start: int) -> None:
-        """Create the file of the block at an offset of the rows."""
+        """Create the file of the block at an offset in the rows."""
         folder, name = self._names[start] = self._new_name()
         file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=folder)
         self._fill(file, start, _VALUES[0])
 
     def recycle(self, start: int) -> None:
-        """Store a block under a new name, in the file that has its old name."""
+        """Store a block under a new name, by overwriting and renaming its present file."""
         old_folder, old_name = self._names[start]
         folder, name = self._names[start] = self._new_name()
         temp = f"{name}.tmp"
@@ -359,13 +341,13 @@ class _Files:
 
 
 STALL_S: Final = 60.0
-"""Maximum time that a pass may take without a batch ending."""
+"""Seconds without an ended batch or job after which a pass hangs; exceeds tiers' deadlines."""
 _CLOSE_S: Final = 30.0
 _PREFIX: Final = b"baseline"
 
 
 class NativeBaseline(Baseline):
-    """A separate native engine, created for each measurement."""
+    """Baseline: a native I/O engine of its own, created for each measurement."""
 
     kind: ClassVar[str] = "native"
 
@@ -375,14 +357,14 @@ class NativeBaseline(Baseline):
 
         size = _extent_blocks(jobs)
         file_bytes = -(-jobs.num_keys // (size * plan.threads)) * size * jobs.block_bytes
-        with self._new_files(plan.threads, file_bytes, direct=plan.direct_baseline) as files:
+        with self._new_files(plan.threads, file_bytes) as files:
             engine = open_engine(plan.threads)
             memory = engine.map(payload.bytes, jobs.block_bytes, jobs.block_bytes)
             try:
-                passes = _Passes(engine, memory, jobs, files, plan.in_flight)
+                move = partial(_move_batches, engine, memory, jobs, files, plan.in_flight)
                 yield {
-                    "store": partial(passes.run, is_store=True),
-                    "load": partial(passes.run, is_store=False),
+                    "store": partial(move, is_store=True),
+                    "load": partial(move, is_store=False),
                 }
             finally:
                 memory.release()
@@ -390,66 +372,43 @@ class NativeBaseline(Baseline):
                     raise UnfitError(f"{self.name}: a thread hangs in a system call")
 
 
-class _Passes:
-    """Moves all jobs as batches of an engine, repeatedly."""
-
-    def __init__(
-        self, engine: Engine, memory: Memory, jobs: Jobs, files: Sequence[int], in_flight: int
-    ) -> None:
-        self._engine = engine
-        self._memory = memory
-        self._jobs = jobs
-        self._in_flight = in_flight
-        size = jobs.keys_per_job
-        self._rows = [range(first, first + size) for first in range(0, jobs.num_keys, size)]
-        self._runs = [list(runs_of(rows, jobs, files)) for rows in self._rows]
-        self._keys = [index.to_bytes(8, "big") for index in range(size)]
-        self._digests: dict[int, bytes] = {}
-        self._ends = select.poll()
-        self._ends.register(engine.fd, select.POLLIN)
-
-    def run(self, *, is_store: bool) -> Sample:
-        """Move all blocks once; checksums of loaded blocks must equal those of stored ones.
-
-        Raises:
-            UnfitError: A batch failed, or loaded blocks differ from stored ones.
-        """
-        waiting = deque(range(self._jobs.num_jobs))
-        begun: dict[int, tuple[int, float]] = {}
-        latencies_s: list[float] = []
-        cpu_s, start_s = time.process_time(), time.perf_counter()
-        while waiting or begun:
-            while waiting and len(begun) < self._in_flight:
-                job, submit_s = waiting.popleft(), time.perf_counter()
-                begun[self._submit(job, is_store=is_store)] = job, submit_s
-            if not self._ends.poll(STALL_S * 1000):
-                raise UnfitError(f"no native batch has ended for {STALL_S:g} s")
-            ended = self._engine.take()
-            end_s = time.perf_counter()
-            for ticket, outcome in ended:
-                job, submit_s = begun.pop(ticket)
-                latencies_s.append(end_s - submit_s)
-                self._check(job, outcome, is_store=is_store)
-        cpu_s = time.process_time() - cpu_s
-        return of_pass(self._jobs, wall_s=end_s - start_s, cpu_s=cpu_s, latencies_s=latencies_s)
-
-    def _submit(self, job: int, *, is_store: bool) -> int:
-        return self._engine.extents(
-            self._memory, is_store, self._rows[job], self._runs[job], self._keys, _PREFIX
-        )
-
-    def _check(self, job: int, outcome: Any, *, is_store: bool) -> None:  # noqa: ANN401 - as given
-        errors, digests = outcome
-        if errors:
-            raise UnfitError(f"a native batch has failed: {errors}")
-        if is_store:
-            self._digests[job] = digests
-        elif digests != self._digests[job]:
-            raise UnfitError("a native batch returned other bytes than were written")
+def _move_batches(
+    engine: Engine,
+    memory: Memory,
+    jobs: Jobs,
+    files: Sequence[int],
+    in_flight: int,
+    *,
+    is_store: bool,
+) -> Sample:
+    """Run each job once, as a batch of a native engine; raises UnfitError if a batch fails."""
+    size = jobs.keys_per_job
+    keys = [index.to_bytes(8, "big") for index in range(size)]
+    batches = [range(first, first + size) for first in range(0, jobs.num_keys, size)]
+    waiting = deque((rows, list(runs_of(rows, jobs, files))) for rows in batches)
+    begun_s: dict[int, float] = {}
+    latencies_s: list[float] = []
+    ends = select.poll()
+    ends.register(engine.fd, select.POLLIN)
+    cpu_s, start_s = time.process_time(), time.perf_counter()
+    while waiting or begun_s:
+        while waiting and len(begun_s) < in_flight:
+            (rows, runs), submit_s = waiting.popleft(), time.perf_counter()
+            begun_s[engine.extents(memory, is_store, rows, runs, keys, _PREFIX)] = submit_s
+        if not ends.poll(STALL_S * 1000):
+            raise UnfitError(f"no native batch has ended for {STALL_S:g} s")
+        ended = engine.take()
+        end_s = time.perf_counter()
+        for ticket, (errors, _digests) in ended:
+            if errors:
+                raise UnfitError(f"a native batch has failed: {errors}")
+            latencies_s.append(end_s - begun_s.pop(ticket))
+    cpu_s = time.process_time() - cpu_s
+    return of_pass(jobs, wall_s=end_s - start_s, cpu_s=cpu_s, latencies_s=latencies_s)
 
 
 def runs_of(blocks: range, jobs: Jobs, files: Sequence[int]) -> Iterator[Run]:
-    """Yield the locations of blocks; extents are striped over the files."""
+    """Yield the locations of blocks in the files, over which extents are striped."""
     size = _extent_blocks(jobs)
     at = blocks.start
     while at < blocks.stop:
@@ -458,7 +417,3 @@ def runs_of(blocks: range, jobs: Jobs, files: Sequence[int]) -> Iterator[Run]:
         offset = (extent // len(files) * size + skipped) * jobs.block_bytes
         yield Run(files[extent % len(files)], offset, count)
         at += count
-
-
-def _extent_blocks(jobs: Jobs) -> int:
-    return max(1, EXTENT_BYTES // jobs.block_bytes)

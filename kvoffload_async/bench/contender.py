@@ -1,4 +1,4 @@
-"""Contenders of a benchmark: this package's tiers, and the interface of any other.
+"""Contenders of a benchmark: tiers to measure, and the directories that they write in.
 
 Tiers and baselines write to new directories inside a temporary one. On ext4, finding a free inode
 is slow after many were freed recently, which would slow down tiers with one file per block more in
@@ -13,18 +13,17 @@ import os
 import shutil
 import struct
 import tempfile
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Self
 
 from kvoffload_async.config import REQUIRED, OffloadConfig, parse_size_bytes
 from kvoffload_async.errors import InputError, OffloadError
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.facade.tier_options import options_of
-from kvoffload_async.registry import load_class
 from kvoffload_async.runtime.machine import temporary_directory
 from kvoffload_async.types import (
     BlockIds,
@@ -36,7 +35,7 @@ from kvoffload_async.types import (
 
 WARM_UP: Final = 2
 EXTENT_BYTES: Final = 1 << 20
-"""Target bytes per read or write call of the baseline, which joins whole blocks."""
+"""Maximum bytes per read or write call of a baseline, unless one block is larger."""
 _SPARE_BYTES: Final = 64 << 20
 
 # Linux's FS_IOC_GETFLAGS, FS_IOC_SETFLAGS and FS_TOPDIR_FL, as on x86 and ARM.
@@ -47,10 +46,10 @@ _TOP_DIRECTORY: Final = 0x20000
 
 
 class Place:
-    """A directory for measurements; a context manager that restores its original state."""
+    """A directory for measurements; a context manager that restores its previous state."""
 
     def __init__(self, directory: str | None, key: str) -> None:
-        """Set the path; creates nothing yet.
+        """Set the directory's path; nothing is created yet.
 
         Args:
             directory: Where to write; None for the temporary directory.
@@ -58,36 +57,28 @@ class Place:
         """
         self.path = Path(directory or temporary_directory()).absolute()
         self._key = key
-        self._stack = ExitStack()
-        self._own: Path  # made by `__enter__`
 
     def __enter__(self) -> Self:
-        """Create a temporary directory in it, and its missing parents.
+        """Create the directory if missing, and a temporary directory in it.
 
         Raises:
             InputError: It cannot be created.
         """
         missing = [path for path in (self.path, *self.path.parents) if not path.exists()]
-        for path in reversed(missing):
-            self._stack.callback(_remove_if_empty, path)
-        with ExitStack() as undo, self._as_unusable("cannot write to"):
-            undo.push(self._stack)
+        with ExitStack() as stack, self._as_unwritable():
+            for path in reversed(missing):
+                stack.callback(_remove_if_empty, path)
             self.path.mkdir(parents=True, exist_ok=True)
             own = tempfile.TemporaryDirectory(
                 prefix="kvoffload-bench-", dir=self.path, ignore_cleanup_errors=True
             )
-            self._own = Path(self._stack.enter_context(own))
+            self._own = Path(stack.enter_context(own))
             _spread(self._own)
-            undo.pop_all()
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_exc_info: object) -> None:
         self._stack.close()
-
-    @property
-    def device(self) -> int:
-        """Device number of its filesystem."""
-        return self.path.stat().st_dev
 
     def check_room(self, needed_bytes: int) -> None:
         """Check the free space before the measurement starts.
@@ -104,7 +95,7 @@ class Place:
             )
 
     def warm_up(self, content: memoryview, num_bytes: int) -> None:
-        """Write and remove `WARM_UP` times `num_bytes`, more than will be stored.
+        """Write and remove `WARM_UP` times `num_bytes`, to warm up the page cache's memory.
 
         A virtual machine may have returned free memory to its host; the first access to such a page
         of the cache is ten times slower. Touching the pages before every turn makes the turns
@@ -115,7 +106,7 @@ class Place:
         """
         with (
             self.new_directory() as directory,
-            self._as_unusable("cannot write to"),
+            self._as_unwritable(),
             Path(directory, "warm-up").open("wb", buffering=0) as file,
         ):
             for start in range(0, WARM_UP * num_bytes, EXTENT_BYTES):
@@ -124,12 +115,12 @@ class Place:
 
     @contextmanager
     def new_directory(self) -> Iterator[str]:
-        """Create an empty directory for one use; its files are truncated afterwards.
+        """Create an empty directory for one measurement; its files are truncated afterwards.
 
         Raises:
             InputError: It cannot be created.
         """
-        with self._as_unusable("cannot write to"):
+        with self._as_unwritable():
             directory = tempfile.mkdtemp(dir=self._own)
         try:
             yield directory
@@ -139,12 +130,12 @@ class Place:
                     os.truncate(Path(folder, name), 0)
 
     @contextmanager
-    def _as_unusable(self, what: str) -> Iterator[None]:
+    def _as_unwritable(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             raise InputError(
-                f"{self._key}: {what} {str(self.path)!r} ({error.strerror}); name another"
+                f"{self._key}: cannot write to {str(self.path)!r} ({error.strerror}); name another"
             ) from error
 
 
@@ -154,7 +145,7 @@ def _remove_if_empty(path: Path) -> None:
 
 
 def _spread(path: Path) -> None:
-    """Make ext4 spread the directories in this one, as it does those in the root."""
+    """Make ext4 distribute a directory's subdirectories over the disk, like those of the root."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with suppress(OSError):  # not supported by other filesystems
@@ -168,100 +159,14 @@ class UnfitError(OffloadError):
     """A contender cannot be measured: it fails, hangs, or returns wrong bytes."""
 
 
-class Result(Protocol):
-    """Result of a job."""
-
-    @property
-    def job_id(self) -> int: ...
-
-    @property
-    def success(self) -> bool: ...
-
-
-class Manager(Protocol):
-    """A secondary tier's interface to a scheduler, with vLLM's names and semantics."""
-
-    def submit_store(self, job: Any, /) -> None: ...  # noqa: ANN401 - each has a class of its own
-
-    def submit_load(self, job: Any, /) -> None: ...  # noqa: ANN401 - each has a class of its own
-
-    def get_finished_jobs(self) -> Iterable[Result]: ...
-
-    def on_schedule_end(self, context: Any, /) -> None: ...  # noqa: ANN401 - as above
-
-    def lookup(self, key: Any, request: Any, /) -> Any: ...  # noqa: ANN401 - as above
-
-
-class OpenTier(Protocol):
-    """A tier that is open on an empty store.
+class OpenTier:
+    """A tier to measure, opened on an empty store, with its own threads.
 
     Attributes:
         manager: The manager to measure.
         request: Request context passed to `lookup`.
         step: Step context passed to `on_schedule_end`.
     """
-
-    @property
-    def manager(self) -> Manager: ...
-
-    @property
-    def request(self) -> object: ...
-
-    @property
-    def step(self) -> object: ...
-
-    def make_job(
-        self, job_id: int, keys: Sequence[OffloadKey], rows: BlockIds, *, is_load: bool
-    ) -> object:
-        """Return a job for the manager's submit methods."""
-        ...
-
-    def close(self) -> None:
-        """Close the tier; blocks until it is closed."""
-        ...
-
-
-class Contender(Protocol):
-    """A tier to measure, opened anew in every round.
-
-    Attributes:
-        name: Name in the results.
-        options: The user's options.
-        place: Where it writes; None if it uses no directory.
-    """
-
-    name: str
-    options: Mapping[str, Any]
-    place: Place | None
-
-    def capacity_bytes(self, stored_bytes: int) -> int | None:
-        """Return the bytes after which it overwrites old blocks; None if it never does."""
-        ...
-
-    def open(self, view: memoryview, directory: str | None, stored_bytes: int) -> OpenTier:
-        """Open the tier on an empty store.
-
-        Args:
-            view: The primary's rows.
-            directory: A new directory in its place.
-            stored_bytes: Bytes that will be stored.
-        """
-        ...
-
-
-_DIRECTORY: Final = "root_dir"
-_CAPACITY: Final = "capacity_bytes"
-_TIER_SPARE_BYTES: Final = 16 << 20
-"""Space besides the blocks: indexes, journals, and a tier's minimum size."""
-_MODEL: Final = "bench"
-_SPEC: Final = SimpleNamespace(
-    config=OffloadConfig(cpu_bytes_to_use=0, block_bytes=0, model=_MODEL)
-)
-"""Replaces a spec: names the model of the benchmark's blocks."""
-
-
-class OpenOwnTier:
-    """A `SecondaryTierManager` with its own threads; see `OpenTier`."""
 
     def __init__(self, manager: SecondaryTierManager) -> None:
         self.manager = manager
@@ -271,11 +176,11 @@ class OpenOwnTier:
     def make_job(
         self, job_id: int, keys: Sequence[OffloadKey], rows: BlockIds, *, is_load: bool
     ) -> JobMetadata:
-        """Return a job."""
+        """Return a job for the manager's submit methods."""
         return JobMetadata(job_id, tuple(keys), rows, is_load, self.request)
 
     def close(self) -> None:
-        """Close the tier.
+        """Close the tier; blocks until it is closed.
 
         Raises:
             UnfitError: It did not close cleanly.
@@ -285,60 +190,77 @@ class OpenOwnTier:
             raise UnfitError(f"{self.manager.tier_type}: did not close: {report}")
 
 
-class OwnTier:
-    """A tier created by `SecondaryTierFactory`; see `Contender`.
+_DIRECTORY: Final = "root_dir"
+_CAPACITY: Final = "capacity_bytes"
+_TIER_SPARE_BYTES: Final = 16 << 20
+"""Space in addition to the blocks: indexes, journals, and a tier's minimum size."""
+
+
+def _geometry(block_bytes: int) -> OffloadConfig:
+    return OffloadConfig(cpu_bytes_to_use=0, block_bytes=block_bytes, model="bench")
+
+
+_SPEC: Final = SimpleNamespace(config=_geometry(0))
+"""Stand-in for a spec: names the model of the benchmark's blocks."""
+
+
+class Contender:
+    """A tier to measure, created by `SecondaryTierFactory`, and opened anew in every round.
 
     If a required capacity is not configured, it is set to more than a round needs.
+
+    Attributes:
+        name: Name in the results.
+        options: The user's options.
+        place: Where it writes; None if it uses no directory.
     """
 
     def __init__(self, tier_config: Mapping[str, Any]) -> None:
-        """Validate a tier's configuration, including `type`; opens nothing.
+        """Keep a tier's configuration, including `type`; nothing is opened yet.
 
         Raises:
             InputError: The tier cannot be imported, or its directory is not a path.
-            ConfigError: The tier, an option or a value is invalid.
+            ConfigError: The tier is unknown.
         """
         config = dict(tier_config)
         self.name: str = config["type"]
         self.options: Mapping[str, Any] = {k: v for k, v in config.items() if k != "type"}
-        cls = _class_of(config)
-        accepted = options_of(cls)
-        self._sizes_itself = (
-            _CAPACITY in accepted and _CAPACITY not in config and accepted[_CAPACITY] is REQUIRED
-        )
-        self.place = None
+        try:
+            accepted = options_of(SecondaryTierFactory.class_of(config))
+        except (ImportError, AttributeError) as error:
+            raise InputError(f"--tier {self.name}: cannot be imported: {error}") from error
+        self._sizes_itself = accepted.get(_CAPACITY) is REQUIRED and _CAPACITY not in config
+        self.place: Place | None = None
         if _DIRECTORY in accepted:
             directory = config.pop(_DIRECTORY, None)
             if directory is not None and not isinstance(directory, str):
                 raise InputError(f"--tier: {_DIRECTORY}: {directory!r} is not valid; give a path")
             self.place = Place(directory, f"--tier {self.name}: {_DIRECTORY}")
         self._config = config
-        self.check(1, ())
 
-    def open(self, view: memoryview, directory: str | None, stored_bytes: int) -> OpenOwnTier:
-        """Open the tier; raises the errors of its constructor."""
+    def open(self, view: memoryview, directory: str | None, stored_bytes: int) -> OpenTier:
+        """Open the tier on an empty store; raises the errors of its constructor.
+
+        Args:
+            view: The primary's rows.
+            directory: A new directory in its place.
+            stored_bytes: Bytes that will be stored.
+        """
         config = self._configured(directory, stored_bytes)
-        return OpenOwnTier(SecondaryTierFactory.create_secondary_tier(config, view, _SPEC))
+        return OpenTier(SecondaryTierFactory.create_secondary_tier(config, view, _SPEC))
 
     def capacity_bytes(self, stored_bytes: int) -> int | None:
-        """Return the tier's capacity in bytes, as configured or chosen here; None: unbounded."""
+        """Return the bytes after which the tier overwrites old blocks; None if it never does."""
         given = self._configured(None, stored_bytes).get(_CAPACITY)
         return None if given is None else parse_size_bytes(given, _CAPACITY)
 
-    def check(self, stored_bytes: int, block_sizes: Collection[int]) -> None:
-        """Validate its configuration for these block sizes; raises ConfigError."""
-        directory = None if self.place is None else str(self.place.path)
-        config = self._configured(directory, stored_bytes)
-        for block_bytes in block_sizes or (None,):
-            geometry = _SPEC.config if block_bytes is None else _geometry(block_bytes)
-            SecondaryTierFactory.check_config(config, geometry)
-
-    def check_capacity(self, stored_bytes: int) -> None:
-        """Reject a capacity below a round's size: the round would measure evictions and misses.
+    def check(self, stored_bytes: int, block_sizes: Iterable[int]) -> None:
+        """Validate the tier's configuration for rounds of `stored_bytes`, in blocks of these sizes.
 
         Raises:
-            InputError: The configured capacity is too small.
-            ConfigError: It is not a size.
+            InputError: The configured capacity is below a round's size, which would measure
+                evictions and misses.
+            ConfigError: An option is unknown, missing or invalid.
         """
         given = self._config.get(_CAPACITY)
         if given is not None and parse_size_bytes(given, _CAPACITY) < stored_bytes:
@@ -346,6 +268,10 @@ class OwnTier:
                 f"--tier {self.name}: {_CAPACITY}: {given!r} is less than the {stored_bytes} bytes "
                 "that a round stores; give more, or use fewer --total-bytes"
             )
+        directory = None if self.place is None else str(self.place.path)
+        config = self._configured(directory, stored_bytes)
+        for block_bytes in block_sizes:
+            SecondaryTierFactory.check_config(config, _geometry(block_bytes))
 
     def _configured(self, directory: str | None, stored_bytes: int) -> dict[str, Any]:
         config = dict(self._config)
@@ -354,17 +280,3 @@ class OwnTier:
         if self._sizes_itself:
             config[_CAPACITY] = stored_bytes + stored_bytes // 4 + _TIER_SPARE_BYTES
         return config
-
-
-def _geometry(block_bytes: int) -> OffloadConfig:
-    return OffloadConfig(cpu_bytes_to_use=0, block_bytes=block_bytes, model=_MODEL)
-
-
-def _class_of(config: Mapping[str, Any]) -> type:
-    module_path = config.get("module_path")
-    try:
-        if isinstance(module_path, str):
-            return load_class(module_path, config["type"], "module_path")
-        return SecondaryTierFactory.get_tier_class(config["type"])
-    except (ImportError, AttributeError) as error:
-        raise InputError(f"--tier {config['type']}: cannot be imported: {error}") from error

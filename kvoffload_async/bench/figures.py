@@ -1,19 +1,17 @@
-"""Results of a benchmark: medians over the rounds, their spread, their ratio to the baseline."""
+"""Results of a benchmark: medians over the rounds, their range, their ratio to the baseline."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from statistics import median
-from types import MappingProxyType
-from typing import Any, Final, NamedTuple
+from typing import Any
 
 from kvoffload_async.bench.baseline import Baseline
 from kvoffload_async.bench.plan import BESIDE, Sample
 from kvoffload_async.bench.rounds import MEMCPY, Samples
-
-_UNITS: Final = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +119,7 @@ class Report:
 
 
 def summarize(samples: Samples, baselines: Mapping[str, Sequence[Baseline]]) -> SizeReport:
-    """Return the results of one block size.
+    """Return the results of one block size, from its samples.
 
     Args:
         samples: The measurements.
@@ -129,36 +127,31 @@ def summarize(samples: Samples, baselines: Mapping[str, Sequence[Baseline]]) -> 
             memory.
     """
     work = samples.work
-    memcpy = _figures(samples.passes[MEMCPY, "copy"], _Beside())
+    memcpy = _figures(samples.passes[MEMCPY, "copy"])
     raw: dict[str, dict[str, Passes]] = {}
-    for baseline in dict.fromkeys(baseline for each in baselines.values() for baseline in each):
+    for baseline in dict.fromkeys(chain.from_iterable(baselines.values())):
         raw.setdefault(baseline.directory, {})[baseline.kind] = {
-            what: _figures(each, _Beside(memcpy=memcpy))
+            what: _figures(each, of_memcpy=memcpy)
             for what, each in _passes_of(samples, baseline.name)
         }
     standings: dict[str, Standing] = {}
     for name, beneath in baselines.items():
         kinds = {baseline.kind: raw[baseline.directory][baseline.kind] for baseline in beneath}
-        reference = kinds[beneath[0].kind] if beneath else {}
         standings[name] = Standing(
             passes={
                 what: _figures(
                     each,
-                    _Beside(
-                        memcpy,
-                        reference.get(what, {}),
-                        kinds["plain"].get(what, {}),
-                        kinds.get("recycling", {}).get(what, {}),
-                    )
-                    if kinds
-                    else _Beside(memcpy, memcpy),
+                    of_memcpy=memcpy,
+                    of_baseline=kinds[beneath[0].kind].get(what, {}) if beneath else memcpy,
+                    of_plain=kinds.get("plain", {}).get(what, {}),
+                    of_recycling=kinds.get("recycling", {}).get(what, {}),
                 )
                 for what, each in _passes_of(samples, name)
             },
-            verified_blocks=samples.verified_blocks[name],
+            verified_blocks=samples.rounds * work.stored_bytes // work.block_bytes,
             wrong_blocks=samples.wrong_blocks[name],
-            failed_jobs=samples.failed_jobs[name],
-            reason=samples.reasons.get(name),
+            failed_jobs=len(samples.failures[name]),
+            reason=next(iter(samples.failures[name]), None),
         )
     return SizeReport(
         block_bytes=work.block_bytes,
@@ -172,45 +165,30 @@ def summarize(samples: Samples, baselines: Mapping[str, Sequence[Baseline]]) -> 
     )
 
 
-def size_text(num_bytes: int) -> str:
-    """Return a size in the largest unit that gives a whole number."""
-    for unit, name in _UNITS:
-        if num_bytes % unit == 0:
-            return f"{num_bytes // unit} {name}"
-    return f"{num_bytes} B"
-
-
-class _Beside(NamedTuple):
-    """Reference figures: copying within memory, the baseline, the plain and recycling ones."""
-
-    memcpy: Mapping[str, Figure] = MappingProxyType({})
-    baseline: Mapping[str, Figure] = MappingProxyType({})
-    plain: Mapping[str, Figure] = MappingProxyType({})
-    recycling: Mapping[str, Figure] = MappingProxyType({})
-
-
 def _passes_of(samples: Samples, name: str) -> list[tuple[str, list[Sample]]]:
     return [(what, each) for (who, what), each in samples.passes.items() if who == name]
 
 
-def _figures(samples: Sequence[Sample], beside: _Beside) -> dict[str, Figure]:
-    """Return the figures of one pass over the rounds."""
-    names = samples[0] if samples else {}
-    return {name: _figure(name, [s[name] for s in samples if name in s], beside) for name in names}
+def _figures(samples: Sequence[Sample], **beside: Mapping[str, Figure]) -> dict[str, Figure]:
+    """Return the figures of one pass, over all rounds.
+
+    Args:
+        samples: One per round; at least one.
+        **beside: Figures to compare with, by the name of the ratio in `Figure`.
+    """
+    return {
+        name: _figure(name, [sample[name] for sample in samples if name in sample], beside)
+        for name in samples[0]
+    }
 
 
-def _figure(name: str, values: Sequence[float], beside: _Beside) -> Figure:
+def _figure(
+    name: str, values: Sequence[float], beside: Mapping[str, Mapping[str, Figure]]
+) -> Figure:
     middle = median(values)
-    others = (each.get(BESIDE.get(name, name)) for each in beside)
-    of_memcpy, of_baseline, of_plain, of_recycling = (
-        middle / other.median if other and other.median else None for other in others
-    )
-    return Figure(
-        median=middle,
-        low=min(values),
-        high=max(values),
-        of_baseline=of_baseline,
-        of_plain=of_plain,
-        of_recycling=of_recycling,
-        of_memcpy=of_memcpy,
-    )
+    ratios = {
+        ratio: middle / other.median
+        for ratio, figures in beside.items()
+        if (other := figures.get(BESIDE.get(name, name))) and other.median
+    }
+    return Figure(middle, min(values), max(values), **ratios)

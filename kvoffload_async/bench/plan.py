@@ -1,4 +1,4 @@
-"""Plan of a benchmark: sizes, counts and rounds, validated before the start; its figures."""
+"""Plan of a benchmark: sizes, counts and rounds, validated before the start; figures of a pass."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from typing import Any, Final, Self
 
 import numpy as np
 
-from kvoffload_async.bench.contender import WARM_UP
 from kvoffload_async.config import parse_size_bytes, suitable_threads
 from kvoffload_async.errors import InputError
 from kvoffload_async.runtime.buffer import PAGE_BYTES
 
 NUM_BUFFERS = 2
-"""Buffers in memory: the rows that tiers use, and their expected content."""
+"""Number of buffers in memory: the rows that tiers use, and their expected content."""
 _MEMORY_SHARE = 0.5
 
 
@@ -52,7 +51,7 @@ class Work:
 
     @property
     def num_rows(self) -> int:
-        """Rows needed: the blocks of the larger pass."""
+        """Number of rows needed: the blocks of the larger pass."""
         return max(self.many.num_keys, self.one.num_keys if self.one else 0)
 
     @property
@@ -73,9 +72,7 @@ class Plan:
         in_flight: Jobs in flight at once.
         rounds: Number of rounds.
         threads: Threads of the baseline.
-        direct_baseline: Whether the baseline bypasses the page cache.
         steady: Whether tiers with a capacity are filled before they are measured.
-        keep: Whether each contender uses one store for all rounds of a block size.
         warm_up: Whether page cache memory is touched before a store is opened.
     """
 
@@ -86,20 +83,13 @@ class Plan:
     rounds: int
     in_flight: int = 16
     threads: int = field(default_factory=suitable_threads)
-    direct_baseline: bool = False
     steady: bool = False
-    keep: bool = False
     warm_up: bool = True
 
     @property
     def stored_bytes(self) -> int:
         """Maximum bytes stored in a tier at the end of a round."""
         return max(work.stored_bytes for work in self.works)
-
-    @property
-    def room_bytes(self) -> int:
-        """Free disk space needed per contender, to store or to warm up."""
-        return max(WARM_UP, self.rounds if self.keep else 1) * self.stored_bytes
 
     @classmethod
     def parse(

@@ -1,8 +1,8 @@
 """The order of measurements: in each round first the baselines, then every contender.
 
 So a temporary disturbance of the machine affects all of them alike. In every round a contender
-starts with a new store or continues with its own. The store is empty at first or, if requested and
-it has a capacity, filled with other blocks. Keys are new in each round.
+starts with a new store, which is empty or, if requested and it has a capacity, filled with other
+blocks. Keys are new in each round.
 
 A pass uses an open tier like a scheduler: submit, end the step, poll.
 """
@@ -15,17 +15,17 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Final
 
-from kvoffload_async.bench.baseline import Baseline, Payload, measure_memcpy
-from kvoffload_async.bench.contender import Contender, OpenTier, Result, UnfitError
+from kvoffload_async.bench.baseline import STALL_S, Baseline, Payload, measure_memcpy
+from kvoffload_async.bench.contender import Contender, OpenTier, UnfitError
 from kvoffload_async.bench.plan import Jobs, Plan, Sample, Work, of_owner, of_pass
-from kvoffload_async.types import OffloadKey, as_block_ids, make_offload_key
+from kvoffload_async.types import JobMetadata, OffloadKey, as_block_ids, make_offload_key
 
 _LINE: Final = "voluntary_ctxt_switches:"
 
@@ -55,111 +55,78 @@ def _switches_of(thread: int) -> int:
 
 
 STEP_S: Final = 0.0002
-"""The owner's sleep between two polls without results."""
-STALL_S: Final = 60.0
-"""Maximum time that a pass may take without a job ending; exceeds the tiers' deadlines."""
+"""Seconds that the owner sleeps after a poll without results."""
 _POLLS: Final = 1000
 _LOOKUP_S: Final = 10.0
 _NS: Final = 1_000_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class PassOutcome:
-    """Result of a pass.
-
-    Attributes:
-        sample: Its figures.
-        failures: Error texts, one per failed job.
-    """
-
-    sample: Sample
-    failures: tuple[str, ...]
-
-
-@dataclass(slots=True)
-class _Stopwatch:
-    """Time spent on the owner's thread, and start and latency of each job."""
-
-    submits_ns: list[int] = field(default_factory=list)
-    steps_ns: int = 0
-    begun_ns: dict[int, int] = field(default_factory=dict)
-    latencies_ns: list[int] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-
-    @property
-    def owner_ns(self) -> int:
-        """Total time on the owner's thread."""
-        return self.steps_ns + sum(self.submits_ns)
-
-    def end(self, result: Result, now_ns: int) -> None:
-        """Record the end of a job."""
-        self.latencies_ns.append(now_ns - self.begun_ns.pop(result.job_id))
-        if not result.success:
-            self.failures.append(str(getattr(result, "error", None) or "no reason given"))
-
-
 def drive(
     tier: OpenTier,
-    jobs: Mapping[int, object],
+    jobs: Mapping[int, JobMetadata],
     shape: Jobs,
     *,
     is_load: bool,
     in_flight: int,
-    stall_s: float = STALL_S,
-) -> PassOutcome:
-    """Run jobs, given by id, with at most `in_flight` of them in flight.
+) -> tuple[Sample, list[str]]:
+    """Run a tier's jobs, given by id, with at most `in_flight` jobs in flight.
+
+    Returns:
+        The figures of the pass, and an error text for each failed job.
 
     Raises:
-        UnfitError: No job ended for `stall_s` seconds.
+        UnfitError: No job ended for `STALL_S` seconds.
     """
     manager, step = tier.manager, tier.step
     submit = manager.submit_load if is_load else manager.submit_store
-    watch = _Stopwatch()
+    begun_ns: dict[int, int] = {}
+    submits_ns: list[int] = []
+    latencies_ns: list[int] = []
+    failures: list[str] = []
+    steps_ns = 0
     waiting = iter(jobs.items())
     pause = threading.Event()
     clock = time.perf_counter_ns
     switches = count_switches()
     cpu_s, start_ns = time.process_time(), clock()
     progress_ns = start_ns
-    while len(watch.latencies_ns) < len(jobs):
-        for job_id, job in islice(waiting, in_flight - len(watch.begun_ns)):
-            watch.begun_ns[job_id] = before_ns = clock()
+    while len(latencies_ns) < len(jobs):
+        for job_id, job in islice(waiting, in_flight - len(begun_ns)):
+            begun_ns[job_id] = before_ns = clock()
             submit(job)
-            watch.submits_ns.append(clock() - before_ns)
+            submits_ns.append(clock() - before_ns)
         before_ns = clock()
         manager.on_schedule_end(step)
         results = list(manager.get_finished_jobs())
         now_ns = clock()
-        watch.steps_ns += now_ns - before_ns
+        steps_ns += now_ns - before_ns
         for result in results:
-            watch.end(result, now_ns)
+            latencies_ns.append(now_ns - begun_ns.pop(result.job_id))
+            if not result.success:  # other engines' results have no reason
+                failures.append(str(getattr(result, "error", None) or "no reason given"))
         if results:
             progress_ns = now_ns
-        elif now_ns - progress_ns > stall_s * _NS:
-            raise UnfitError(f"no job has ended for {stall_s:g} s; {len(jobs)} were to end")
+        elif now_ns - progress_ns > STALL_S * _NS:
+            raise UnfitError(f"no job has ended for {STALL_S:g} s; {len(jobs)} were to end")
         else:
             pause.wait(STEP_S)
     cpu_s = time.process_time() - cpu_s
     num_switches = switches_since(switches)
-    return PassOutcome(
-        of_pass(
-            shape,
-            wall_s=(progress_ns - start_ns) / _NS,
-            cpu_s=cpu_s,
-            latencies_s=[ns / _NS for ns in watch.latencies_ns],
-        )
-        | of_owner(
-            shape,
-            owner_s=watch.owner_ns / _NS,
-            submits_s=[ns / _NS for ns in watch.submits_ns],
-        )
-        | {"switches_per_job": num_switches / shape.num_jobs},
-        tuple(watch.failures),
+    sample = of_pass(
+        shape,
+        wall_s=(progress_ns - start_ns) / _NS,
+        cpu_s=cpu_s,
+        latencies_s=[ns / _NS for ns in latencies_ns],
+    ) | of_owner(
+        shape,
+        owner_s=(steps_ns + sum(submits_ns)) / _NS,
+        submits_s=[ns / _NS for ns in submits_ns],
     )
+    return sample | {"switches_per_job": num_switches / shape.num_jobs}, failures
 
 
 def time_at_rest(tier: OpenTier, keys: Sequence[OffloadKey]) -> Sample:
-    """Return the duration of single calls while the tier is idle.
+    """Return the duration of single calls to an idle tier.
 
     Args:
         tier: An open tier without jobs.
@@ -174,7 +141,7 @@ def time_at_rest(tier: OpenTier, keys: Sequence[OffloadKey]) -> Sample:
 
 
 def _found(tier: OpenTier, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-    """Look up until all answers are final; return the keys found."""
+    """Look up keys until all answers are final; return the keys found."""
     pause = threading.Event()
     deadline_s = time.monotonic() + _LOOKUP_S
     while True:
@@ -207,9 +174,8 @@ class Samples:
         work: The work.
         rounds: Number of completed rounds.
         passes: One sample per round, by (contender or baseline, pass).
-        failed_jobs: Failed jobs by contender; `reasons` has one error of each.
+        failures: Error texts of failed jobs, by contender.
         wrong_blocks: Loaded blocks with wrong bytes, by contender.
-        verified_blocks: Loaded blocks that were compared, by contender.
     """
 
     work: Work
@@ -217,10 +183,8 @@ class Samples:
     passes: defaultdict[tuple[str, str], list[Sample]] = field(
         default_factory=lambda: defaultdict(list)
     )
-    failed_jobs: Counter[str] = field(default_factory=Counter)
-    reasons: dict[str, str] = field(default_factory=dict)
+    failures: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     wrong_blocks: Counter[str] = field(default_factory=Counter)
-    verified_blocks: Counter[str] = field(default_factory=Counter)
 
     def forget_incomplete_round(self) -> None:
         """Drop the samples of an incomplete round."""
@@ -244,7 +208,7 @@ def measure(
         plan: Settings of the benchmark.
         baselines: Baselines to measure.
         contenders: Contenders to measure.
-        on_turn: Called after each turn, `turns` times in all.
+        on_turn: Called after each turn: of memcpy, of each baseline, and of each contender.
         should_stop: Returns whether to stop early.
 
     Raises:
@@ -255,10 +219,14 @@ def measure(
     try:
         for work in plan.works:
             samples = Samples(work)
-            with Payload(work.num_rows, work.block_bytes) as payload, ExitStack() as kept:
-                takers = [_Turn(one, plan, payload, samples, kept) for one in contenders]
+            with Payload(work.num_rows, work.block_bytes) as payload:
+                one_round: list[Callable[[], None]] = [
+                    partial(_measure_memcpy, plan, payload, samples),
+                    *(partial(_measure_baseline, one, plan, payload, samples) for one in baselines),
+                    *(_Turn(one, plan, payload, samples).run for one in contenders),
+                ]
                 while samples.rounds < plan.rounds and not should_stop():
-                    for turn in _turns(plan, baselines, takers, payload, samples):
+                    for turn in one_round:
                         if should_stop():
                             break
                         gc.collect()
@@ -275,11 +243,6 @@ def measure(
         gc.unfreeze()
 
 
-def turns(plan: Plan, baselines: Sequence[Baseline], contenders: Sequence[Contender]) -> int:
-    """Return how many measurements `plan` makes, over all block sizes and rounds."""
-    return len(plan.works) * plan.rounds * (1 + len(baselines) + len(contenders))
-
-
 def rehearse(plan: Plan, contenders: Sequence[Contender]) -> None:
     """Store and load one block with each contender, to detect errors before the start.
 
@@ -289,28 +252,13 @@ def rehearse(plan: Plan, contenders: Sequence[Contender]) -> None:
     block_bytes = plan.works[0].block_bytes
     for contender in contenders:
         samples = Samples(Work(Jobs(1, 1, block_bytes), None))
-        brief = replace(plan, steady=False, keep=False)
-        with Payload(1, block_bytes) as payload, ExitStack() as kept:
-            _Turn(contender, brief, payload, samples, kept).run()
+        with Payload(1, block_bytes) as payload:
+            _Turn(contender, replace(plan, steady=False), payload, samples).run()
         name = contender.name
-        if samples.reasons:
-            raise UnfitError(f"{name}: the first block has failed: {samples.reasons[name]}")
+        if samples.failures[name]:
+            raise UnfitError(f"{name}: the first block has failed: {samples.failures[name][0]}")
         if samples.wrong_blocks[name]:
             raise UnfitError(f"{name}: the first block came back with other bytes")
-
-
-def _turns(
-    plan: Plan,
-    baselines: Sequence[Baseline],
-    takers: Sequence[_Turn],
-    payload: Payload,
-    samples: Samples,
-) -> Iterator[Callable[[], None]]:
-    yield partial(_measure_memcpy, plan, payload, samples)
-    for baseline in baselines:
-        yield partial(_measure_baseline, baseline, plan, payload, samples)
-    for taker in takers:
-        yield taker.run
 
 
 def _measure_memcpy(plan: Plan, payload: Payload, samples: Samples) -> None:
@@ -330,94 +278,74 @@ def _measure_baseline(baseline: Baseline, plan: Plan, payload: Payload, samples:
 
 @dataclass(slots=True, eq=False)
 class _Turn:
-    """One contender's turn in every round."""
+    """One contender's measurement, repeated in every round."""
 
     contender: Contender
     plan: Plan
     payload: Payload
     samples: Samples
-    kept: ExitStack
-    tier: OpenTier | None = None
-    next_job: int = 0
+    job_ids: Iterator[int] = field(default_factory=partial(count, 1))
 
     def run(self) -> None:
-        """Store and load, and compare the loaded blocks."""
-        if not self.plan.keep:
-            with self._open() as tier:
-                self._measure(tier)
-            return
-        if self.tier is None:
-            self.tier = self.kept.enter_context(self._open())
-        self._measure(self.tier)
-
-    def _measure(self, tier: OpenTier) -> None:
-        work, name = self.samples.work, self.contender.name
-        keys = self._store_and_load(tier, work.many, "store", "load")
-        if work.one is not None:
-            self._store_and_load(tier, work.one, f"store{ONE_JOB}", f"load{ONE_JOB}")
-        self.samples.passes[name, "at_rest"].append(time_at_rest(tier, keys))
+        """Store and load blocks with a newly opened tier, and compare the loaded blocks."""
+        work = self.samples.work
+        with self._open() as tier:
+            keys = self._store_and_load(tier, work.many, "")
+            if work.one is not None:
+                self._store_and_load(tier, work.one, ONE_JOB)
+            at_rest = time_at_rest(tier, keys)
+        self.samples.passes[self.contender.name, "at_rest"].append(at_rest)
 
     @contextmanager
     def _open(self) -> Iterator[OpenTier]:
-        place = self.contender.place
+        place, stored_bytes = self.contender.place, self.samples.work.stored_bytes
         if place is not None and self.plan.warm_up:
-            place.warm_up(self.payload.bytes, self.samples.work.stored_bytes)
+            place.warm_up(self.payload.bytes, stored_bytes)
         with place.new_directory() if place else nullcontext() as directory:
             try:
-                tier = self.contender.open(
-                    self.payload.view, directory, self.samples.work.stored_bytes
-                )
+                tier = self.contender.open(self.payload.view, directory, stored_bytes)
             except OSError as error:
                 raise UnfitError(f"{self.contender.name}: cannot be opened: {error}") from error
-            try:
+            with closing(tier):
                 if self.plan.steady:
                     self._fill_up(tier, self.samples.work)
                 yield tier
-            finally:
-                tier.close()
 
     def _fill_up(self, tier: OpenTier, work: Work) -> None:
         capacity_bytes = self.contender.capacity_bytes(work.stored_bytes) or 0
         for _ in range(-(-capacity_bytes // work.many.num_bytes)):
-            self._count_failures(self._drive(tier, _new_keys(work.many), work.many, is_load=False))
+            self._drive(tier, _new_keys(work.many), work.many, is_load=False)
 
-    def _store_and_load(
-        self, tier: OpenTier, jobs: Jobs, store: str, load: str
-    ) -> list[OffloadKey]:
-        name = self.contender.name
+    def _store_and_load(self, tier: OpenTier, jobs: Jobs, suffix: str) -> list[OffloadKey]:
+        name, passes = self.contender.name, self.samples.passes
         keys = _new_keys(jobs)
         self.payload.fill()
-        self._note(store, self._drive(tier, keys, jobs, is_load=False))
+        passes[name, f"store{suffix}"].append(self._drive(tier, keys, jobs, is_load=False))
         self.payload.wipe()
-        self._note(load, self._drive(tier, keys, jobs, is_load=True))
+        passes[name, f"load{suffix}"].append(self._drive(tier, keys, jobs, is_load=True))
         self.samples.wrong_blocks[name] += self.payload.wrong_rows(jobs.num_keys)
-        self.samples.verified_blocks[name] += jobs.num_keys
         return keys
 
     def _drive(
         self, tier: OpenTier, keys: Sequence[OffloadKey], jobs: Jobs, *, is_load: bool
-    ) -> PassOutcome:
+    ) -> Sample:
+        """Run the jobs of a pass; record the failures."""
+        name = self.contender.name
         made = {}
         for first in range(0, jobs.num_keys, jobs.keys_per_job):
             rows = range(first, first + jobs.keys_per_job)
-            self.next_job += 1
-            made[self.next_job] = tier.make_job(
-                self.next_job, [keys[row] for row in rows], as_block_ids(rows), is_load=is_load
+            job_id = next(self.job_ids)
+            made[job_id] = tier.make_job(
+                job_id, [keys[row] for row in rows], as_block_ids(rows), is_load=is_load
             )
         try:
-            return drive(tier, made, jobs, is_load=is_load, in_flight=self.plan.in_flight)
+            sample, failures = drive(
+                tier, made, jobs, is_load=is_load, in_flight=self.plan.in_flight
+            )
         except UnfitError as error:
-            raise UnfitError(f"{self.contender.name}: {error}") from error
-
-    def _note(self, what: str, outcome: PassOutcome) -> None:
-        self.samples.passes[self.contender.name, what].append(outcome.sample)
-        self._count_failures(outcome)
-
-    def _count_failures(self, outcome: PassOutcome) -> None:
-        name = self.contender.name
-        if outcome.failures:
-            self.samples.failed_jobs[name] += len(outcome.failures)
-            self.samples.reasons[name] = outcome.failures[0]
+            raise UnfitError(f"{name}: {error}") from error
+        self.samples.failures[name] += failures
+        return sample
 
 
 def _new_keys(jobs: Jobs) -> list[OffloadKey]:

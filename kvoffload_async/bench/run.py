@@ -1,4 +1,4 @@
-"""Runs a benchmark from a validated plan to its report."""
+"""Runs a benchmark according to a validated plan, and returns its report."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import fields
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,10 @@ from kvoffload_async.bench.baseline import (
     PlainBaseline,
     RecyclingBaseline,
 )
-from kvoffload_async.bench.contender import Contender, OwnTier
+from kvoffload_async.bench.contender import WARM_UP, Contender
 from kvoffload_async.bench.figures import Report, summarize
 from kvoffload_async.bench.plan import Plan
-from kvoffload_async.bench.rounds import measure, rehearse, turns
+from kvoffload_async.bench.rounds import measure, rehearse
 from kvoffload_async.block_io.choice import implementation
 from kvoffload_async.runtime.buffer import PAGE_BYTES
 
@@ -52,18 +53,15 @@ def run_bench(
         ConfigError: A configuration is invalid.
         OffloadError: A contender cannot be measured; the message names it.
     """
-    own = [OwnTier(config) for config in tiers]
+    own = [Contender(config) for config in tiers]
     for one in own:
-        one.check_capacity(plan.stored_bytes)
         one.check(plan.stored_bytes, [work.block_bytes for work in plan.works])
     contenders = _named_apart([*own, *others])
     with ExitStack() as stack:
         baselines = _baselines(contenders, plan, stack)
         rehearse(plan, contenders)
-        different = list(
-            dict.fromkeys(baseline for each in baselines.values() for baseline in each)
-        )
-        expect(turns(plan, different, contenders))
+        different = list(dict.fromkeys(chain.from_iterable(baselines.values())))
+        expect(len(plan.works) * plan.rounds * (1 + len(different) + len(contenders)))
         measured = measure(
             plan, different, contenders, on_turn=lambda: advance(1), should_stop=should_stop
         )
@@ -79,7 +77,7 @@ def run_bench(
 
 
 def _named_apart(contenders: Sequence[Contender]) -> Sequence[Contender]:
-    """Number contenders with equal names, so that each has its own results."""
+    """Append numbers to the equal names of contenders, so that each has its own results."""
     names = [contender.name for contender in contenders]
     for index, contender in enumerate(contenders):
         if names.count(names[index]) > 1:
@@ -102,10 +100,12 @@ def _baselines(
             baselines[contender.name] = ()
             continue
         stack.enter_context(place)
-        place.check_room(max(plan.room_bytes, _capacity_bytes(contender, plan)))
-        if place.device not in by_device:
-            by_device[place.device] = [kind(place) for kind in _baseline_kinds(plan)]
-        baselines[contender.name] = by_device[place.device]
+        capacity_bytes = contender.capacity_bytes(plan.stored_bytes) if plan.steady else None
+        place.check_room(max(WARM_UP * plan.stored_bytes, capacity_bytes or 0))
+        device = place.path.stat().st_dev
+        if device not in by_device:
+            by_device[device] = [kind(place) for kind in _baseline_kinds(plan)]
+        baselines[contender.name] = by_device[device]
     return baselines
 
 
@@ -113,15 +113,9 @@ def _baseline_kinds(plan: Plan) -> list[type[Baseline]]:
     kinds: list[type[Baseline]] = [PlainBaseline]
     if implementation().name == "native":
         kinds.insert(0, NativeBaseline)
-    if plan.steady and not plan.direct_baseline:
+    if plan.steady:
         kinds.append(RecyclingBaseline)
     return kinds
-
-
-def _capacity_bytes(contender: Contender, plan: Plan) -> int:
-    """Return the disk space that a contender may use in addition to a round's blocks."""
-    sizes = [contender.capacity_bytes(work.stored_bytes) or 0 for work in plan.works]
-    return max(sizes) if plan.steady else 0
 
 
 def _facts(contender: Contender, baselines: dict[str, Sequence[Baseline]]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, final
 from typing_extensions import Buffer
 
 SOURCES: str
-"""Digest of the C files of which the module was built."""
+"""Digest of the C files from which the module was built."""
 
 _Memory: TypeAlias = tuple[Buffer | None, int, int]
 """A buffer, bytes of a row, and bytes of a slot."""
@@ -37,7 +37,7 @@ permissions; whether to sync; whether to return disk usage."""
 
 @final
 class Engine:
-    """A pool of threads.
+    """A pool of native threads.
 
     Attributes:
         fd: An eventfd, readable when a batch has ended since the last `take`.

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 FILE_NAME: Final = "_native.abi3.so"
-"""File name of the module."""
+"""File name of the native module."""
 
 WHEEL_TAG: Final = f"cp311-abi3-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
 
@@ -36,16 +36,16 @@ _TIMEOUT_S: Final = 300
 
 
 class UnavailableError(Exception):
-    """The module cannot be built here; the message names reason and remedy."""
+    """The native module cannot be built here; the message names reason and remedy."""
 
 
 def sources() -> list[Path]:
-    """Return the C files."""
+    """Return the C source files of the native module."""
     return sorted((Path(__file__).parent / "native").glob("*.c"))
 
 
 def source_digest() -> str:
-    """Return a digest of the C files and headers, which the module states as `SOURCES`."""
+    """Return a digest of the C sources and headers; the built module has it in `SOURCES`."""
     digest = hashlib.sha256()
     for path in sorted((Path(__file__).parent / "native").glob("*.[ch]")):
         digest.update(path.read_bytes())
@@ -53,7 +53,7 @@ def source_digest() -> str:
 
 
 def compiler() -> list[str]:
-    """Return the compiler's command.
+    """Return the command of the C compiler.
 
     Raises:
         UnavailableError: There is no compiler.
@@ -70,7 +70,7 @@ def compiler() -> list[str]:
 
 
 def build(target: Path, flags: Sequence[str] = ("-O2", "-s")) -> None:
-    """Compile the module into a file.
+    """Compile the native module into a file.
 
     Raises:
         UnavailableError: It cannot be built, or compilation fails.
@@ -102,7 +102,7 @@ def build(target: Path, flags: Sequence[str] = ("-O2", "-s")) -> None:
 
 
 def build_if_wanted(target: Path) -> bool:
-    """Compile the module if the environment permits; on failure, print why.
+    """Compile the native module if the environment permits; on failure, print why.
 
     Raises:
         UnavailableError: The module is required and cannot be built.

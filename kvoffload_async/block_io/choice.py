@@ -1,4 +1,4 @@
-"""Chooses the implementation: native if it works, unless the environment says otherwise."""
+"""Chooses the implementation of block I/O: native if usable, unless the environment forbids it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvoffload_async.abc.tier import TierEnvironment
 from kvoffload_async.block_io import build
-from kvoffload_async.block_io.contract import BlockDigests, BlockIo, FileCalls, FileIo
+from kvoffload_async.block_io.contract import BlockDigests, BlockIo, FileCalls
 from kvoffload_async.block_io.hashes import addresses
 from kvoffload_async.block_io.python_io import PythonBlockIo
 from kvoffload_async.errors import ConfigError, naming_shortage, shortage_remedy, text_of
@@ -34,7 +34,7 @@ _OBSTACLES: Final = (AttributeError, ImportError, MemoryError, OSError, RuntimeE
 
 
 class Implementation(NamedTuple):
-    """The implementation in use.
+    """The implementation of block I/O in use.
 
     Attributes:
         name: "native" or "python".
@@ -49,7 +49,7 @@ class Implementation(NamedTuple):
 
 
 def implementation() -> Implementation:
-    """Return the implementation selected by the current environment.
+    """Return the implementation of block I/O selected by the current environment.
 
     Raises:
         ConfigError: The native one is required but unavailable, or the variable is invalid.
@@ -113,7 +113,7 @@ def create_file_io(
     *,
     threads: int,
     is_system: bool = True,
-) -> FileIo | None:
+) -> NativeBlockIo | None:
     """Create native I/O for whole files; None if native code is not used.
 
     Arguments and errors are those of `create_block_io`.
@@ -126,7 +126,7 @@ def create_file_io(
 
 
 def _chosen_here() -> Implementation:
-    """Return the implementation for the running loop; the native one needs `add_reader`."""
+    """Return the implementation for the running event loop; the native one needs `add_reader`."""
     chosen = implementation()
     _log_choice(chosen)
     loop = asyncio.get_running_loop()
@@ -136,7 +136,7 @@ def _chosen_here() -> Implementation:
 
 
 def create_copies() -> NativeCopies | None:
-    """Create native memory-to-memory copies; None if native code is not used.
+    """Create native threads for memory-to-memory copies; None if native code is not used.
 
     Raises:
         ConfigError: See `implementation`.
@@ -191,6 +191,6 @@ def _obstacle() -> str:
 
 @cache
 def _log_choice(chosen: Implementation) -> None:
-    """Log the implementation once."""
+    """Log the chosen implementation once."""
     is_left_out = chosen.why and not chosen.why.startswith(VARIABLE)
     logger.log(logging.WARNING if is_left_out else logging.INFO, "block I/O is %s", chosen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import ClassVar, Final, NamedTuple, Protocol
@@ -35,7 +36,7 @@ class Run(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """Result of a batch.
+    """Result of copying a batch of blocks.
 
     Attributes:
         errors: Index of each failed block -> its errno, or `ENDED_EARLY`.
@@ -76,7 +77,7 @@ class FileBatch(NamedTuple):
 
 
 class LoadedFiles(NamedTuple):
-    """Result of reading files.
+    """Result of reading a batch of files.
 
     Attributes:
         statuses: One byte per file; 0: the row has the whole block, verified if requested.
@@ -120,7 +121,7 @@ class FileStores(NamedTuple):
 
 
 class StoredFiles(NamedTuple):
-    """Result of writing files.
+    """Result of writing a batch of files.
 
     Attributes:
         statuses: One byte per file: `FILE_WRITTEN`; `FILE_PRESENT` if the name existed;
@@ -136,61 +137,8 @@ class StoredFiles(NamedTuple):
     disk_bytes: Sequence[int]
 
 
-class FileIo(Protocol):
-    """Fast path for whole files; errors and special cases are left to the caller. Thread: loop."""
-
-    async def load_files(
-        self,
-        files: FileBatch,
-        expected: Sequence[bytes | None],
-        attribute: Attribute,
-        *,
-        verify: bool,
-    ) -> LoadedFiles:
-        """Read files into rows; for cancellation see `BlockIo.extents`.
-
-        Args:
-            files: The files.
-            expected: Known values of the attribute, which are then not read.
-            attribute: Attribute with the checksum.
-            verify: Whether to compare checksums. Otherwise a file is whole if it has its length,
-                and no attribute or one with this prefix and length.
-
-        Raises:
-            BusyError: Too many batches are queued.
-        """
-        ...
-
-    async def store_files(
-        self, files: FileBatch, how: FileStores, ended: list[StoredFiles]
-    ) -> None:
-        """Write rows to files that do not exist yet; for cancellation see `BlockIo.extents`.
-
-        Args:
-            files: The files.
-            how: See `FileStores`.
-            ended: The result is appended when the batch ends, even if the call was cancelled.
-
-        Raises:
-            BusyError: Too many batches are queued.
-        """
-        ...
-
-    async def has_files(self, root: tuple[int, str], names: Sequence[str]) -> bytes:
-        """Return a byte for each name: 1 for a regular file, 0 if not, or if unknown.
-
-        Raises:
-            BusyError: Too many batches are queued.
-        """
-        ...
-
-    async def close(self) -> None:
-        """See `BlockIo.close`."""
-        ...
-
-
 class BlockDigests(Protocol):
-    """Computes checksums. Thread: any.
+    """Computes the checksums of blocks. Thread: any.
 
     Attributes:
         is_keyed: Whether they are made with an integrity key.
@@ -209,11 +157,22 @@ class BlockDigests(Protocol):
 
 
 class FileCalls(Protocol):
-    """System calls for payload; they return the number of bytes transferred. Thread: any."""
+    """The system calls used by block I/O; they raise OSError. Thread: any."""
 
-    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int: ...
-
-    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int: ...
+    def open(self, path: str, flags: int, /) -> int: ...
+    def close(self, fd: int, /) -> None: ...
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int, /) -> int: ...
+    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int, /) -> int: ...
+    def get_xattr(self, fd: int, name: str, /) -> bytes | None: ...
+    def set_xattr(self, fd: int, name: str, value: bytes, /) -> None: ...
+    def truncate(self, fd: int, size_bytes: int, /) -> None: ...
+    def fsync(self, fd: int, /) -> None: ...
+    def stat(self, path: str, /) -> os.stat_result: ...
+    def fstat(self, fd: int, /) -> os.stat_result: ...
+    def publish(self, source: str, target: str, /) -> None: ...
+    def unlink(self, path: str, /) -> None: ...
+    def rename(self, source: str, target: str, /) -> None: ...
+    def leads_to(self, path: str, /) -> os.stat_result: ...
 
 
 class BlockIo(ABC):
@@ -235,7 +194,7 @@ class BlockIo(ABC):
         *,
         is_direct: bool = False,
     ) -> Moved:
-        """Copy rows to or from slots; returns when no byte moves any more.
+        """Copy rows to or from slots of files; return only after all copying has ended.
 
         Also if cancelled: then operations not begun are skipped. Each run fails separately; in a
         failed run, every block not known to be complete fails.

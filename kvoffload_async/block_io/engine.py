@@ -3,7 +3,7 @@
 A submitted batch gets a ticket; when it has ended, `fd` becomes readable, and `take` returns its
 outcome. Its arguments must not change meanwhile.
 
-Tests replace the system calls by `FileOps`, to inject errors; those calls run on the engine's
+Tests replace the system calls, to inject errors; those calls run on the engine's
 threads with the GIL.
 """
 
@@ -18,11 +18,12 @@ import stat as stat_module
 import struct
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import xxhash
 
 from kvoffload_async.block_io._native import Engine as _Threads
+from kvoffload_async.block_io.contract import Attribute, FileBatch, FileCalls, FileStores
 from kvoffload_async.system_calls import naming_refusal
 
 if TYPE_CHECKING:
@@ -30,25 +31,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-
-
-class FileOps(Protocol):
-    """The tiers' own system calls; they raise OSError."""
-
-    def open(self, path: str, flags: int, /) -> int: ...
-    def close(self, fd: int, /) -> None: ...
-    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int, /) -> int: ...
-    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int, /) -> int: ...
-    def get_xattr(self, fd: int, name: str, /) -> bytes | None: ...
-    def set_xattr(self, fd: int, name: str, value: bytes, /) -> None: ...
-    def truncate(self, fd: int, size_bytes: int, /) -> None: ...
-    def fsync(self, fd: int, /) -> None: ...
-    def stat(self, path: str, /) -> os.stat_result: ...
-    def fstat(self, fd: int, /) -> os.stat_result: ...
-    def publish(self, source: str, target: str, /) -> None: ...
-    def unlink(self, path: str, /) -> None: ...
-    def rename(self, source: str, target: str, /) -> None: ...
-    def leads_to(self, path: str, /) -> os.stat_result: ...
 
 
 class _Root(ctypes.Structure):
@@ -72,7 +54,7 @@ class _FileCall(ctypes.Structure):
 
 
 class _Call:
-    """Decoded arguments of an engine's call.
+    """Decoded arguments of a system call that the engine requests.
 
     Attributes:
         root, root_fd: Path and descriptor of the root.
@@ -109,7 +91,7 @@ _view_of = ctypes.PYFUNCTYPE(
 )(("PyMemoryView_FromMemory", ctypes.pythonapi))
 
 
-def _get_attribute(ops: FileOps, call: _Call) -> int:
+def _get_attribute(ops: FileCalls, call: _Call) -> int:
     value = ops.get_xattr(call.fd, call.attribute)
     if value is None:
         return -errno.ENODATA
@@ -119,18 +101,18 @@ def _get_attribute(ops: FileOps, call: _Call) -> int:
     return len(value)
 
 
-def _get_status(ops: FileOps, call: _Call) -> None:
+def _get_status(ops: FileCalls, call: _Call) -> None:
     status = ops.stat(call.path) if call.fd < 0 else ops.fstat(call.fd)
     numbers = (status.st_blocks * 512, status.st_size, status.st_nlink)
     struct.pack_into("4q", call.buffers[0], 0, stat_module.S_ISREG(status.st_mode), *numbers)
 
 
-def _check_root(ops: FileOps, call: _Call) -> int:
+def _check_root(ops: FileCalls, call: _Call) -> int:
     found, opened = ops.leads_to(call.root), os.fstat(call.root_fd)
     return 0 if os.path.samestat(found, opened) else -errno.ESTALE
 
 
-_KINDS: Final[Sequence[Callable[[FileOps, _Call], int | None]]] = (  # order of `enum call_kind`
+_KINDS: Final[Sequence[Callable[[FileCalls, _Call], int | None]]] = (  # order of `enum call_kind`
     lambda ops, call: ops.open(call.path, call.flags),
     lambda ops, call: ops.close(call.fd),
     lambda ops, call: ops.preadv(call.fd, call.buffers, call.offset),
@@ -147,8 +129,8 @@ _KINDS: Final[Sequence[Callable[[FileOps, _Call], int | None]]] = (  # order of 
 )
 
 
-def adapter(ops: object) -> tuple[int, object]:
-    """Return the address of a callback for the engine, and an object to keep it alive.
+def adapter(ops: FileCalls) -> tuple[int, object]:
+    """Return the address of a callback that calls `ops`, and an object that keeps it alive.
 
     An exception other than OSError is a bug: it is logged, and fails the call.
     """
@@ -156,7 +138,7 @@ def adapter(ops: object) -> tuple[int, object]:
     def make(call: Any) -> int:  # noqa: ANN401 - a pointer to a _FileCall
         made = _Call(call)
         try:
-            return _KINDS[call.contents.kind](cast("FileOps", ops), made) or 0
+            return _KINDS[call.contents.kind](ops, made) or 0
         except OSError as error:
             return -(error.errno or errno.EIO)
         except Exception as error:  # noqa: BLE001 - any exception of a test's replacement
@@ -178,9 +160,6 @@ PIECE_BYTES: Final = 256 << 10
 
 PART_BYTES: Final = 1 << 20
 """Bytes that a thread processes before it takes the next part; tuned by measurement."""
-
-NOT_BEGUN: Final = 3
-"""Status of a file whose operation was withdrawn."""
 
 _EXTENTS, _LOAD_FILES, _STORE_FILES, _HAS_FILES, _COPIES = range(5)  # order of `enum batch_kind`
 
@@ -250,7 +229,7 @@ class Engine:
         spare_threads: int,
         queued: int,
         hashes: tuple[int, ...],
-        ops: object | None = None,
+        ops: FileCalls | None = None,
         name: str = "kvoffload",
         piece_bytes: int = PIECE_BYTES,
         part_bytes: int = PART_BYTES,
@@ -263,8 +242,7 @@ class Engine:
             spare_threads: Maximum number of threads to replace hanging ones.
             queued: Maximum number of queued batches per direction.
             hashes: Result of `hashes.addresses`.
-            ops: An object with the methods of `FileOps`, called with the GIL instead of the system;
-                for tests.
+            ops: Called with the GIL instead of the system; for tests.
             name: Name of the threads; truncated to 15 bytes.
             piece_bytes: See `PIECE_BYTES`.
             part_bytes: See `PART_BYTES`.
@@ -321,17 +299,13 @@ class Engine:
         held, rows, runs = memory.rows or _released(), tuple(rows), tuple(runs)
         return self._submit(_EXTENTS, is_store, len(rows), held, rows, keys, prefix, runs, None)
 
-    def load_files(  # noqa: PLR0917 - of a batch
+    def load_files(
         self,
         memory: Memory,
-        root: tuple[int, str],
-        names: Sequence[str],
-        rows: Sequence[int],
-        keys: Sequence[bytes],
+        files: FileBatch,
         prefix: bytes,
-        attribute: str,
-        value_prefix: bytes,
         expected: Sequence[bytes | None],
+        attribute: Attribute,
         *,
         verify: bool,
     ) -> int:
@@ -339,70 +313,41 @@ class Engine:
 
         Outcome: (statuses, digests). Status 0: the root's path leads to it, the file has the row's
         length and, with `verify`, the digest expected or stored in its attribute, without it no
-        attribute or one that begins with `value_prefix`; `NOT_BEGUN`; otherwise the caller must
-        find the cause.
+        attribute or one that begins with the attribute's prefix; `FILE_NOT_BEGUN`; otherwise the
+        caller must find the cause.
         """
-        files = (
-            *(*_checked(root), _joined(names), attribute, value_prefix, tuple(expected)),
-            *_STORES_NOTHING,
-        )
-        return self._submit(
-            *(_LOAD_FILES, False, len(rows), memory.rows or _released(), tuple(rows)),
-            *(tuple(keys) if verify else None, prefix, (), files),
-        )
+        names = (*_located(files.root, files.names), *attribute, tuple(expected), *_STORES_NOTHING)
+        held, rows = memory.rows or _released(), tuple(files.rows)
+        keys = tuple(files.keys) if verify else None
+        return self._submit(_LOAD_FILES, False, len(rows), held, rows, keys, prefix, (), names)
 
-    def store_files(  # noqa: PLR0917 - of a batch
-        self,
-        memory: Memory,
-        root: tuple[int, str],
-        names: Sequence[str],
-        rows: Sequence[int],
-        keys: Sequence[bytes],
-        prefix: bytes,
-        attribute: str,
-        value_prefix: bytes,
-        victims: Sequence[str],
-        marker: str,
-        may_write: bytes,
-        temp_stem: str,
-        first_serial: int,
-        *,
-        file_mode: int,
-        fsync: bool,
-        wants_disk_bytes: bool,
-        has_digest: bool,
-    ) -> int:
+    def store_files(self, memory: Memory, files: FileBatch, prefix: bytes, how: FileStores) -> int:
         """Write each row to a temporary file, and rename it unless the name exists.
 
         A victim, unless empty, is renamed first, and overwritten if no file `marker` exists, it has
-        one link, and its attribute begins with `value_prefix`; otherwise it is removed. Nothing is
-        written where `may_write` is 0. The temporary name is the name, `temp_stem`, a serial
-        number from `first_serial` on, and ".tmp". `file_mode` is -1 to derive it from the folder.
+        one link, and its attribute begins with the attribute's prefix; otherwise it is removed. The
+        temporary name is the name, `temp_stem`, a serial number from `first_serial` on, and ".tmp".
 
         Outcome: (statuses, digests, int64 disk usage of the files, and then of the victims, -1 for
         those not taken). Status 0: written; 1: the name exists; 2: the caller must find the cause,
-        and the temporary file was removed if possible; 4: the victim does not exist; `NOT_BEGUN`.
+        and the temporary file was removed if possible; 4: the victim does not exist;
+        `FILE_NOT_BEGUN`.
         """
-        if not -1 <= file_mode <= _MAX_MODE:
-            raise ValueError(f"file_mode: {file_mode} is neither permissions nor -1")
-        if not 0 <= first_serial <= _MAX_SERIAL:
-            raise ValueError(f"first_serial: {first_serial} is not between 0 and {_MAX_SERIAL}")
-        files = (
-            *(*_checked(root), _joined(names), attribute, value_prefix, ()),
-            *(_joined(victims), os.fsencode(marker), may_write, temp_stem, first_serial),
-            *(file_mode, fsync, wants_disk_bytes),
+        file_mode = -1 if how.file_mode is None else how.file_mode
+        _check_between("file_mode", file_mode, -1, _MAX_MODE)
+        _check_between("first_serial", how.first_serial, 0, _MAX_SERIAL)
+        names = (
+            *(*_located(files.root, files.names), *how.attribute, ()),
+            *(_joined(how.victims), os.fsencode(how.marker), how.may_write, how.temp_stem),
+            *(how.first_serial, file_mode, how.fsync, how.wants_disk_bytes),
         )
-        return self._submit(
-            *(_STORE_FILES, True, len(rows), memory.rows or _released(), tuple(rows)),
-            *(tuple(keys) if has_digest else None, prefix, (), files),
-        )
+        held, rows = memory.rows or _released(), tuple(files.rows)
+        keys = tuple(files.keys) if how.has_digest else None
+        return self._submit(_STORE_FILES, True, len(rows), held, rows, keys, prefix, (), names)
 
     def has_files(self, root: tuple[int, str], names: Sequence[str]) -> int:
-        """Look up files. Outcome: one byte per name, 1 for a regular file, otherwise 0."""
-        files = (
-            *(*_checked(root), _joined(names), "", b"", ()),
-            *_STORES_NOTHING,
-        )
+        """Check if files exist. Outcome: one byte per name, 1 for a regular file, otherwise 0."""
+        files = (*_located(root, names), "", b"", (), *_STORES_NOTHING)
         return self._submit(_HAS_FILES, False, len(names), _NO_MEMORY, (), None, b"", (), files)
 
     def copies(self, target: Memory, source: Memory, parts: Buffer) -> int:
@@ -442,7 +387,7 @@ class Engine:
         return self._threads.close(_nanoseconds("timeout_s", timeout_s))
 
     def counters(self) -> dict[str, int]:
-        """Return the counters since the start."""
+        """Return the values of the engine's counters, by name."""
         return dict(zip(_COUNTERS, self._threads.counters(), strict=True))
 
 
@@ -501,11 +446,11 @@ def _nanoseconds(name: str, seconds: float) -> int:
     return int(min(seconds, 1e9) * 1e9)
 
 
-def _checked(root: tuple[int, str]) -> tuple[int, bytes]:
+def _located(root: tuple[int, str], names: Sequence[str]) -> tuple[int, bytes, bytes]:
     fd, path = root
     if fd < 0:
         raise ValueError(f"root: {fd} is not a descriptor")
-    return fd, os.fsencode(path)
+    return fd, os.fsencode(path), _joined(names)
 
 
 def _joined(names: Sequence[str]) -> bytes:

@@ -18,11 +18,11 @@ _NAMES: Final = (
     "XXH3_128bits_digest",
     "XXH3_freeState",
 )
-"""In the order of the native engine's parameters."""
+"""Names of the C functions, in the order of the native engine's parameters."""
 
 
 def addresses() -> tuple[int, ...]:
-    """Return the functions' addresses; prefers variants that dispatch by processor.
+    """Return the addresses of the C functions; prefers variants that dispatch by processor.
 
     Raises:
         OSError: The shared object is missing, or cannot be opened.

@@ -19,7 +19,7 @@ _QUEUED: Final = 1024
 """Maximum number of batches in flight."""
 
 _CLOSE_S: Final = 5.0
-"""Seconds for idle threads to end."""
+"""Timeout for idle threads to end, in seconds."""
 
 
 class Copies(NamedTuple):
@@ -37,7 +37,7 @@ class Copies(NamedTuple):
 
 
 class NativeCopies:
-    """Copies with its own native engine. Not thread-safe."""
+    """Copies memory with its own native engine. Not thread-safe."""
 
     def __init__(self) -> None:
         """Start two threads: one does not use the full memory bandwidth.
@@ -50,11 +50,11 @@ class NativeCopies:
         self._ends.register(self._engine.fd, select.POLLIN)
 
     def map(self, view: npt.NDArray[np.uint8]) -> Memory:
-        """Hold contiguous memory until it is released."""
+        """Return contiguous memory as a `Memory`, which holds it until it is released."""
         return self._engine.map(view.data, view.nbytes, view.nbytes)
 
     def copy(self, batches: Iterable[Copies]) -> None:
-        """Copy batches, in any order; blocks until no byte moves any more.
+        """Execute batches of copies, in any order; blocks until all copying has ended.
 
         Has no timeout: memory copies always end, and the caller of the transfer has a deadline.
 

@@ -1,13 +1,12 @@
-"""The native implementation: the engine's threads copy; one descriptor wakes the loop."""
+"""Native implementation of block I/O: the engine's threads copy; one descriptor wakes the loop."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Concatenate, Final, ParamSpec
 
 from kvoffload_async.abc.tier import Direction, IoRunner
 from kvoffload_async.block_io.contract import (
@@ -39,28 +38,13 @@ _HUNG_AFTER_S: Final = 1.0
 """Seconds in one system call after which a thread is replaced by a spare one."""
 
 _CLOSE_S: Final = 5.0
-"""Seconds for idle threads to end."""
+"""Timeout for idle threads to end, in seconds."""
 
-
-_Take = Callable[[Any], None]
-"""Receives an outcome."""
-
-
-def _ignore(_outcome: object) -> None:
-    pass
-
-
-@contextlib.contextmanager
-def _busy() -> Iterator[None]:
-    """Convert the error of a full queue to a tier error."""
-    try:
-        yield
-    except BlockingIOError as error:
-        raise BusyError(f"{_QUEUED} batches are queued") from error
+Arguments = ParamSpec("Arguments")
 
 
 def open_engine(threads: int, calls: FileCalls | None = None) -> Engine:
-    """Open an engine with a tier's thread counts.
+    """Open a native engine with a tier's thread counts.
 
     Args:
         threads: Number of threads that copy; as many spare ones may replace hanging threads.
@@ -75,7 +59,11 @@ def open_engine(threads: int, calls: FileCalls | None = None) -> Engine:
 
 
 class NativeBlockIo(BlockIo):
-    """Copies blocks with its own native engine. Thread: loop."""
+    """Copies blocks with its own native engine. Thread: loop.
+
+    Also reads and writes whole files: a fast path, which leaves errors and special cases to the
+    caller.
+    """
 
     name: ClassVar[str] = "native"
 
@@ -98,9 +86,8 @@ class NativeBlockIo(BlockIo):
         self._engine: Engine | None = open_engine(threads, calls)
         self._flat = kv_view.cast("B", (kv_view.nbytes,))
         self._memory = self._engine.map(self._flat, kv_view.nbytes // len(kv_view), slot_bytes)
-        self._pending: dict[int, tuple[asyncio.Future[Any], _Take]] = {}
-        """Ticket -> future of the outcome, and a callback that receives it even after a
-        cancellation."""
+        self._pending: dict[int, asyncio.Future[Any]] = {}
+        """Ticket of a batch -> future of its outcome."""
         self._tending: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._engine.fd, self._deliver, self._engine)
@@ -114,10 +101,10 @@ class NativeBlockIo(BlockIo):
         *,
         is_direct: bool = False,
     ) -> Moved:
-        engine, is_store = self._opened(), direction is Direction.STORE
-        with _busy():
-            ticket = engine.extents(self._memory, is_store, rows, runs, keys, self._prefix)
-        return Moved(*await self._outcome(engine, ticket))
+        is_store, prefix = direction is Direction.STORE, self._prefix
+        return Moved(
+            *await self._submit(Engine.extents, self._memory, is_store, rows, runs, keys, prefix)
+        )
 
     async def load_files(
         self,
@@ -127,50 +114,52 @@ class NativeBlockIo(BlockIo):
         *,
         verify: bool,
     ) -> LoadedFiles:
-        """See `FileIo.load_files`."""
-        engine = self._opened()
-        with _busy():
-            ticket = engine.load_files(
-                self._memory,
-                files.root,
-                files.names,
-                files.rows,
-                files.keys,
-                self._prefix,
-                *attribute,
-                expected,
-                verify=verify,
-            )
-        return LoadedFiles(*await self._outcome(engine, ticket))
+        """Read files into rows; for cancellation see `BlockIo.extents`.
+
+        Args:
+            files: The files.
+            expected: Known values of the attribute, which are then not read.
+            attribute: Attribute with the checksum.
+            verify: Whether to compare checksums. Otherwise a file is whole if it has its length,
+                and no attribute or one with this prefix and length.
+
+        Raises:
+            BusyError: Too many batches are queued.
+        """
+        loading = self._submit(
+            Engine.load_files, self._memory, files, self._prefix, expected, attribute, verify=verify
+        )
+        return LoadedFiles(*await loading)
 
     async def store_files(
         self, files: FileBatch, how: FileStores, ended: list[StoredFiles]
     ) -> None:
-        """See `FileIo.store_files`."""
-        engine = self._opened()
-        with _busy():
-            ticket = engine.store_files(
-                *(self._memory, files.root, files.names, files.rows, files.keys, self._prefix),
-                *(*how.attribute, how.victims, how.marker, how.may_write),
-                *(how.temp_stem, how.first_serial),
-                file_mode=-1 if how.file_mode is None else how.file_mode,
-                fsync=how.fsync,
-                wants_disk_bytes=how.wants_disk_bytes,
-                has_digest=how.has_digest,
-            )
+        """Write rows to files that do not exist yet; for cancellation see `BlockIo.extents`.
 
-        def take(outcome: tuple[bytes, bytes, bytes]) -> None:
-            statuses, digests, numbers = outcome
-            ended.append(StoredFiles(statuses, digests, memoryview(numbers).cast("q")))
+        Args:
+            files: The files.
+            how: See `FileStores`.
+            ended: The result is appended when the batch ends, even if the call was cancelled.
 
-        await self._outcome(engine, ticket, take)
+        Raises:
+            BusyError: Too many batches are queued.
+        """
+        storing = self._submit(Engine.store_files, self._memory, files, self._prefix, how)
+        try:
+            await storing
+        finally:
+            if storing.done():  # also if this task was cancelled
+                statuses, digests, numbers = storing.result()
+                ended.append(StoredFiles(statuses, digests, memoryview(numbers).cast("q")))
 
     async def has_files(self, root: tuple[int, str], names: Sequence[str]) -> bytes:
-        """See `FileIo.has_files`."""
-        engine = self._opened()
-        with _busy():
-            ticket = engine.has_files(root, names)
-        return await self._outcome(engine, ticket)  # type: ignore[no-any-return]  # the call's own
+        """Return a byte for each name: 1 for a regular file, 0 if not, or if unknown.
+
+        Raises:
+            BusyError: Too many batches are queued.
+        """
+        found: bytes = await self._submit(Engine.has_files, root, names)
+        return found
 
     async def close(self) -> None:
         engine, self._engine = self._engine, None
@@ -186,28 +175,32 @@ class NativeBlockIo(BlockIo):
         else:
             self._flat.release()
 
-    def _opened(self) -> Engine:
-        if self._engine is None:
-            raise TierClosedError("the block I/O is closed")
-        return self._engine
+    def _submit(
+        self,
+        submit: Callable[Concatenate[Engine, Arguments], int],
+        *arguments: Arguments.args,
+        **options: Arguments.kwargs,
+    ) -> asyncio.Future[Any]:
+        """Submit a batch; return a future of its outcome, which lasts until the batch has ended.
 
-    async def _outcome(self, engine: Engine, ticket: int, take: _Take = _ignore) -> Any:  # noqa: ANN401 - differs by call
-        """Return a batch's outcome; if cancelled, withdraw operations not begun, and wait on."""
+        A cancellation withdraws the operations not begun.
+        """
+        engine = self._engine
+        if engine is None:
+            raise TierClosedError("the block I/O is closed")
+        try:
+            ticket = submit(engine, *arguments, **options)
+        except BlockingIOError as error:
+            raise BusyError(f"{_QUEUED} batches are queued") from error
         future: LastingFuture[Any] = LastingFuture(partial(engine.withdraw, ticket))
-        self._pending[ticket] = future, take
+        self._pending[ticket] = future
         if self._tending is None:
             self._tending = self._loop.call_later(_HUNG_AFTER_S, self._replace_hung, engine)
-        return await future
+        return future
 
     def _deliver(self, engine: Engine) -> None:
         for ticket, outcome in engine.take():
-            future, take = self._pending.pop(ticket)
-            try:
-                take(outcome)
-            except MemoryError as error:  # the other outcomes are not lost with this one
-                future.set_exception(error)
-            else:
-                future.set_result(outcome)
+            self._pending.pop(ticket).set_result(outcome)
 
     def _replace_hung(self, engine: Engine) -> None:
         """Replace hanging threads, periodically while batches are in flight."""

@@ -1,4 +1,4 @@
-"""The Python implementation: vectored calls and hashing on an `IoRunner`'s threads."""
+"""Python implementation of block I/O: vectored calls and hashing on an `IoRunner`'s threads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from typing import ClassVar, Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from kvoffload_async.abc.tier import Direction, IoRunner
 from kvoffload_async.block_io.contract import (
@@ -30,50 +29,13 @@ from kvoffload_async.types import OffloadKey
 _ALIGNMENT_BYTES: Final = 4096
 """Maximum memory alignment that O_DIRECT requires."""
 
-
-class Rows:
-    """The primary's buffer by row. Thread: any, until `release`.
-
-    Attributes:
-        row_bytes: Bytes of a row.
-        slot_bytes: Bytes of a slot.
-        is_aligned: Whether rows can be passed to O_DIRECT calls directly.
-    """
-
-    def __init__(self, kv_view: memoryview, slot_bytes: int) -> None:
-        self.row_bytes = kv_view.nbytes // len(kv_view)
-        self.slot_bytes = slot_bytes
-        self._flat = kv_view.cast("B", (kv_view.nbytes,))
-        self._pad = memoryview(bytearray(slot_bytes - self.row_bytes))
-        self.is_aligned = not self._pad and _address_of(self._flat) % _ALIGNMENT_BYTES == 0
-
-    def each(self, numbers: Sequence[int]) -> list[memoryview]:
-        """Return a view of each row."""
-        flat, size = self._flat, self.row_bytes
-        return [flat[number * size : (number + 1) * size] for number in numbers]
-
-    def padded(self, rows: Sequence[memoryview]) -> Sequence[memoryview]:
-        """Return the buffers for the rows' slots, with padding."""
-        if not self._pad:
-            return rows
-        return [buffer for row in rows for buffer in (row, self._pad)]
-
-    def release(self) -> None:
-        """Release the primary's memory."""
-        self._flat.release()
-
-
-def _address_of(view: memoryview) -> int:
-    return 0 if view.readonly else ctypes.addressof(ctypes.c_char.from_buffer(view))
-
-
 _IOV_MAX: Final = 1024
 
 _SHARES: Final = 4
 """Approximate number of parts per idle thread when a batch is divided."""
 
 _LEAST_SHARE: Final = 4
-"""Minimum size of such a part, as a fraction of a full one."""
+"""A part has at least a full part's slots divided by this."""
 
 _CALL_BYTES: Final = 16 << 20
 """Bytes that a thread copies before it takes the next call, possibly of the other direction."""
@@ -98,11 +60,10 @@ class PythonBlockIo(BlockIo):
         threads: int,
         piece_bytes: int,
     ) -> None:
-        """Map the rows; see `create_block_io`."""
+        """Map the rows of `kv_view`; see `create_block_io`."""
         self._io = io
-        self._rows = Rows(kv_view, slot_bytes)
         self._digests = digests
-        self._mover = _Mover(calls, self._rows)
+        self._mover = _Mover(calls, kv_view, slot_bytes)
         self._threads = threads
         self._part_slots = max(1, piece_bytes // slot_bytes)
         self._num_under_way = 0
@@ -116,10 +77,10 @@ class PythonBlockIo(BlockIo):
         *,
         is_direct: bool = False,
     ) -> Moved:
-        batch = _Batch(self._mover, rows, is_store=direction is Direction.STORE)
-        batch.is_direct = is_direct
-        if keys is not None:
-            batch.want_digests(self._digests, keys)
+        is_store = direction is Direction.STORE
+        batch = _Batch(
+            self._mover, rows, self._digests, keys, is_store=is_store, is_direct=is_direct
+        )
         batch.divide(runs, self._part_slots, 0 if self._num_under_way else self._threads)
         self._num_under_way += 1
         try:
@@ -133,7 +94,7 @@ class PythonBlockIo(BlockIo):
     @property
     def is_aligned(self) -> bool:
         """Whether rows can bypass the page cache without a bounce buffer."""
-        return self._rows.is_aligned
+        return self._mover.is_aligned
 
     async def close(self) -> None:
         self.release()
@@ -141,7 +102,6 @@ class PythonBlockIo(BlockIo):
     def release(self) -> None:
         """Release the buffer; no batch may be running."""
         self._mover.close()
-        self._rows.release()
 
 
 class _Part(NamedTuple):
@@ -153,7 +113,7 @@ class _Part(NamedTuple):
 
 
 class _Batch:
-    """Blocks being copied.
+    """A batch of blocks being copied.
 
     Attributes:
         parts: Parts that no thread has begun.
@@ -161,24 +121,28 @@ class _Batch:
         digests: The checksums; empty if not requested.
     """
 
-    def __init__(self, mover: _Mover, rows: Sequence[int], *, is_store: bool) -> None:
+    def __init__(
+        self,
+        mover: _Mover,
+        rows: Sequence[int],
+        digester: BlockDigests,
+        keys: Sequence[OffloadKey] | None,
+        *,
+        is_store: bool,
+        is_direct: bool,
+    ) -> None:
         self.parts: deque[_Part] = deque()
         self.errors: dict[int, int] = {}
-        self.digests: list[bytes] = []
-        self.is_direct = False
+        self.digests = [bytes(DIGEST_BYTES)] * len(keys or ())
         self._mover = mover
         self._numbers = rows
+        self._digester = digester
+        self._keys = keys
         self._is_store = is_store
-        self._digester: BlockDigests | None = None
-        self._keys: Sequence[OffloadKey] = ()
+        self._is_direct = is_direct
         self._num_moving = 0
         self._mutex = threading.Lock()
         """Guards the taking of parts; held only briefly."""
-
-    def want_digests(self, digester: BlockDigests, keys: Sequence[OffloadKey]) -> None:
-        """Compute checksums of the blocks."""
-        self._digester, self._keys = digester, keys
-        self.digests = [bytes(DIGEST_BYTES)] * len(keys)
 
     def divide(self, runs: Sequence[Run], part_slots: int, idle_threads: int) -> None:
         """Divide the batch into parts; smaller ones if threads are idle."""
@@ -186,11 +150,7 @@ class _Batch:
         if idle_threads:
             share = -(-len(self._numbers) // (_SHARES * idle_threads))
             size = max(1, part_slots // _LEAST_SHARE, min(part_slots, share))
-        slot_bytes = self._mover.rows.slot_bytes
-        self.parts.extend(
-            _Part(start, part, count * slot_bytes)
-            for start, count, part in _parts(runs, size, slot_bytes)
-        )
+        self.parts.extend(_parts(runs, size, self._mover.slot_bytes))
 
     def move(self) -> None:
         """Copy parts, up to `_CALL_BYTES`; may run in several threads. Thread: an I/O thread."""
@@ -210,7 +170,7 @@ class _Batch:
             left_bytes -= part.num_bytes
 
     def withdraw(self) -> bool:
-        """Begin no further part; return whether none is being copied. Thread: any."""
+        """Begin no further part; return whether no part is being copied. Thread: any."""
         with self._mutex:
             self.parts.clear()
             return not self._num_moving
@@ -223,38 +183,35 @@ class _Batch:
             return self.parts.popleft()
 
     def _move(self, start: int, run: Run) -> None:
-        stop, whole = start + run.length, run.length
-        rows = self._mover.rows.each(self._numbers[start:stop])
+        stop = start + run.length
+        rows = self._mover.rows(self._numbers[start:stop])
+        if self._is_store:
+            self._hash(start, rows)  # first, so that the write finds the bytes in the CPU cache
         try:
-            if self._is_store:
-                self._hash(start, rows)  # first, so that the write finds the bytes in the CPU cache
-                self._mover.write(run, rows, is_direct=self.is_direct)
-                return
-            whole = self._mover.read(run, rows, is_direct=self.is_direct)
+            whole = self._mover.move(run, rows, is_write=self._is_store, is_direct=self._is_direct)
         except OSError as error:
             code = errno.EIO if error.errno is None else error.errno
             self.errors.update(dict.fromkeys(range(start, stop), code))
             return
-        self.errors.update(dict.fromkeys(range(start + whole, stop), ENDED_EARLY))
-        self._hash(start, rows[:whole])
+        if not self._is_store:
+            self.errors.update(dict.fromkeys(range(start + whole, stop), ENDED_EARLY))
+            self._hash(start, rows[:whole])
 
     def _hash(self, start: int, rows: Sequence[memoryview]) -> None:
-        if self._digester is not None:
+        if self._keys is not None:
             part = slice(start, start + len(rows))
             self.digests[part] = self._digester.digests(self._keys[part], rows)
 
 
-def _parts(
-    runs: Sequence[Run], size: int, slot_bytes: int
-) -> Iterator[tuple[int, int, Sequence[Run]]]:
-    """Yield parts of at most `size` slots in one file: index of the first, count, runs."""
+def _parts(runs: Sequence[Run], size: int, slot_bytes: int) -> Iterator[_Part]:
+    """Divide runs into parts of at most `size` slots in one file."""
     start = count = 0
     part: list[Run] = []
     for fd, first, length in runs:
         offset, left = first, length
         while left:
             if part and (count == size or part[0].fd != fd):
-                yield start, count, part
+                yield _Part(start, part, count * slot_bytes)
                 start, count, part = start + count, 0, []
             taken = min(left, size - count)
             part.append(Run(fd, offset, taken))
@@ -262,64 +219,72 @@ def _parts(
             left -= taken
             offset += taken * slot_bytes
     if part:
-        yield start, count, part
+        yield _Part(start, part, count * slot_bytes)
 
 
 class _Mover:
-    """Copies one run with as few calls as possible. Thread: an I/O thread.
+    """Copies rows of the primary to and from files, in as few system calls as possible.
+
+    Thread: any.
 
     Attributes:
-        rows: The buffer's rows.
+        slot_bytes: Bytes of a slot.
+        is_aligned: Whether rows can be passed to O_DIRECT calls directly.
     """
 
-    def __init__(self, calls: FileCalls, rows: Rows) -> None:
-        self.rows = rows
+    def __init__(self, calls: FileCalls, kv_view: memoryview, slot_bytes: int) -> None:
+        self.slot_bytes = slot_bytes
+        self._row_bytes = kv_view.nbytes // len(kv_view)
         self._calls = calls
+        self._flat = kv_view.cast("B", (kv_view.nbytes,))
+        self._pad = memoryview(bytearray(slot_bytes - self._row_bytes))
+        self.is_aligned = not self._pad and _address_of(self._flat) % _ALIGNMENT_BYTES == 0
         self._bounce: deque[mmap.mmap] = deque()
 
     def close(self) -> None:
-        """Unmap the bounce buffers."""
+        """Unmap the bounce buffers, and release the primary's memory."""
         while self._bounce:
             self._bounce.pop().close()
+        self._flat.release()
 
-    def write(self, run: Run, rows: Sequence[memoryview], *, is_direct: bool) -> None:
-        """Write rows.
+    def rows(self, numbers: Sequence[int]) -> list[memoryview]:
+        """Return a view of each row."""
+        flat, size = self._flat, self._row_bytes
+        return [flat[number * size : (number + 1) * size] for number in numbers]
 
-        Raises:
-            OSError: They could not be written.
-        """
-        if not is_direct or self.rows.is_aligned:
-            self._transfer(run, self.rows.padded(rows), is_write=True)
-            return
-        size_bytes = len(rows) * self.rows.slot_bytes
-        with self._borrowed(size_bytes) as memory:
-            for index, row in enumerate(rows):
-                slot = _array(memory, index * self.rows.slot_bytes, len(row))
-                np.copyto(slot, np.frombuffer(row, dtype=np.uint8))
-            with memoryview(memory) as whole, whole[:size_bytes] as staged:
-                self._transfer(run, [staged], is_write=True)
-
-    def read(self, run: Run, rows: Sequence[memoryview], *, is_direct: bool) -> int:
-        """Read into rows; return the number of complete blocks.
+    def move(self, run: Run, rows: list[memoryview], *, is_write: bool, is_direct: bool) -> int:
+        """Write or read the rows of one run; return the number of complete blocks.
 
         Raises:
-            OSError: A read failed; no row is valid.
+            OSError: A call failed; after a read, no row is valid.
         """
-        if not is_direct or self.rows.is_aligned:
-            return self._whole(rows, self._transfer(run, self.rows.padded(rows), is_write=False))
-        size_bytes = len(rows) * self.rows.slot_bytes
+        if not is_direct or self.is_aligned:
+            buffers = rows
+            if self._pad:
+                buffers = [buffer for row in rows for buffer in (row, self._pad)]
+            return self._whole(rows, self._transfer(run, buffers, is_write=is_write))
+        size_bytes = len(rows) * self.slot_bytes
         with self._borrowed(size_bytes) as memory:
+            if is_write:
+                self._stage(memory, rows, is_write=True)
             with memoryview(memory) as whole, whole[:size_bytes] as staged:
-                count = self._whole(rows, self._transfer(run, [staged], is_write=False))
-            for index, row in enumerate(rows[:count]):
-                slot = _array(memory, index * self.rows.slot_bytes, len(row))
-                np.copyto(np.frombuffer(row, dtype=np.uint8), slot)
+                count = self._whole(rows, self._transfer(run, [staged], is_write=is_write))
+            if not is_write:
+                self._stage(memory, rows[:count], is_write=False)
             return count
 
     def _whole(self, rows: Sequence[memoryview], done_bytes: int) -> int:
-        """Return the number of slots within a transfer's bytes; the last one needs no padding."""
-        slot_bytes, row_bytes = self.rows.slot_bytes, self.rows.row_bytes
-        return min(len(rows), (done_bytes + slot_bytes - row_bytes) // slot_bytes)
+        """Return the number of complete blocks in a transfer's bytes; the last needs no padding."""
+        slot_bytes = self.slot_bytes
+        return min(len(rows), (done_bytes + slot_bytes - self._row_bytes) // slot_bytes)
+
+    def _stage(self, memory: mmap.mmap, rows: Sequence[memoryview], *, is_write: bool) -> None:
+        """Copy rows to their slots in borrowed memory, or back; numpy releases the GIL."""
+        for index, view in enumerate(rows):
+            row = np.frombuffer(view, dtype=np.uint8)
+            slot = np.frombuffer(memory, np.uint8, len(view), index * self.slot_bytes)
+            source, target = (row, slot) if is_write else (slot, row)
+            np.copyto(target, source)
 
     @contextlib.contextmanager
     def _borrowed(self, size_bytes: int) -> Iterator[mmap.mmap]:
@@ -357,8 +322,8 @@ class _Mover:
         return done
 
 
-def _array(memory: mmap.mmap, offset: int, size_bytes: int) -> npt.NDArray[np.uint8]:
-    return np.frombuffer(memory, dtype=np.uint8, count=size_bytes, offset=offset)
+def _address_of(view: memoryview) -> int:
+    return 0 if view.readonly else ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 def _behind(buffers: Sequence[memoryview], done_bytes: int) -> list[memoryview]:

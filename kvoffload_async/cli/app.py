@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import platform
-import re
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -25,7 +25,6 @@ from kvoffload_async.cli.command import (
     command,
     errors_as_one_line,
     finish,
-    flag,
     running,
 )
 from kvoffload_async.cli.host_config import derived_settings, geometry_table, host_config
@@ -39,7 +38,7 @@ from kvoffload_async.cli.output import (
 from kvoffload_async.cli.replay_report import (
     PLOT,
     TimelineOutput,
-    bar_per_pass,
+    bar_of_pass,
     check_explained,
     print_table,
     publish_pictures,
@@ -47,7 +46,7 @@ from kvoffload_async.cli.replay_report import (
 from kvoffload_async.cli.settings import (
     BUILT_IN_PASSES,
     CONFIG_VARIABLE,
-    Flags,
+    ReplayFlags,
     ScratchFolder,
     read_config,
     resolve,
@@ -61,7 +60,8 @@ from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.facade.tier_factory import EngineTierOptions, SecondaryTierFactory
 from kvoffload_async.facade.tier_options import options_of
-from kvoffload_async.replay.run import ENGINES, ReplayOptions, replay_passes
+from kvoffload_async.replay.drivers import ENGINES, ReplayOptions
+from kvoffload_async.replay.run import replay_passes
 from kvoffload_async.replay.source import ChatWorkload, RequestSource, TraceFile
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ app.add_typer(store_app)
 
 
 def main() -> None:
-    """Run the command; never returns."""
+    """Run the `kvoffload` command; never returns."""
     app(prog_name="kvoffload")
 
 
@@ -112,63 +112,7 @@ def common(
     """Handle the options that precede a command."""
 
 
-_MOST_CONCURRENT: Final = 1 << 16
 _DEVICES: Final = ("cpu", "cuda")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReplayFlags(Flags):
-    """The options of `kvoffload replay`."""
-
-    limit: int | None = flag(None, "Replay only the first N requests.", metavar="N", min=1)
-    passes: int | None = flag(
-        None,
-        "Replay the trace N times, each time with a new engine over the same tiers. Default: 1; "
-        "2 for the built-in workload with its built-in tier.",
-        metavar="N",
-        min=1,
-    )
-    concurrency: int = flag(
-        1, "Number of concurrent requests.", metavar="K", min=1, max=_MOST_CONCURRENT
-    )
-    engine: str = flag(
-        "sync",
-        "API to drive: sync, the connector for schedulers, step by step; or async, OffloadEngine "
-        "on an event loop.",
-        metavar="sync|async",
-    )
-    device: str = flag(
-        "cpu",
-        "Location of the device memory: the host, or a CUDA device.",
-        metavar="cpu|cuda",
-    )
-    device_blocks: int | None = flag(
-        None,
-        "Give the device N blocks and a prefix cache. Default: enough blocks for the concurrent "
-        "requests, and no prefix cache.",
-        metavar="N",
-        min=1,
-    )
-    json: str | None = flag(
-        None, "Write the figures as JSON; - is standard output.", metavar="PATH|-"
-    )
-    explain: int | None = flag(
-        None,
-        "Print the timeline of request N in each pass; the first request is 0.",
-        metavar="N",
-        min=0,
-    )
-    trace_out: str | None = flag(
-        None, "Write the timelines of all requests as trace events for Perfetto.", metavar="FILE"
-    )
-    plot: Path | None = flag(
-        None, "Plot the replay over time; needs kvoffload-async[plot].", metavar="PNG"
-    )
-    report: Path | None = flag(
-        None,
-        "Write a page with figures and plots; needs kvoffload-async[plot].",
-        metavar="HTML",
-    )
 
 
 @command(app, ReplayFlags)
@@ -181,7 +125,7 @@ def replay(given: ReplayFlags) -> None:
     with (
         running(given) as (console, interrupt),
         ScratchFolder() as scratch,
-        TimelineOutput(given.explain, given.trace_out) as timelines,
+        closing(TimelineOutput(given.explain, given.trace_out)) as timelines,
     ):
         trace = given.trace
         check_writable("--json", given.json)
@@ -193,6 +137,9 @@ def replay(given: ReplayFlags) -> None:
         num_passes = given.passes or (BUILT_IN_PASSES if scratch.is_used else 1)
         if trace and num_passes > 1 and not trace.is_file():
             raise InputError(f"--passes {num_passes}: {trace} cannot be read more than once")
+        open_source = partial(open_requests, given)
+        if given.explain is not None and (trace is None or trace.is_file()):
+            check_explained(given.explain, open_source)
         options = ReplayOptions(
             concurrency=given.concurrency,
             engine=given.engine,
@@ -201,15 +148,12 @@ def replay(given: ReplayFlags) -> None:
             has_samples=bool(given.plot or given.report),
             should_stop=lambda: interrupt.is_requested,
         )
-        open_source = partial(open_requests, given)
-        if given.explain is not None and (trace is None or trace.is_file()):
-            check_explained(given.explain, open_source)
         reports = replay_passes(
             spec,
             open_source,
             options,
             num_passes,
-            follow=bar_per_pass(console, num_passes),
+            follow=partial(bar_of_pass, console, num_passes),
             watch=timelines.watch if timelines.is_wanted else None,
         )
         publish(given.json, partial(print_table, reports), reports.to_json())
@@ -227,12 +171,12 @@ def open_requests(given: ReplayFlags) -> RequestSource:
 
 
 def _runtime_of(device: str) -> DeviceRuntime | None:
-    """Return the runtime of a device, None for the host; raises ConfigError if there is none."""
+    """Return a device's runtime, None for the host; raises ConfigError if it is unavailable."""
     if device == "cpu":
         return None
-    from kvoffload_async.transport.streams import CudaRuntime  # noqa: PLC0415 - loads torch
+    from kvoffload_async.transport.streams import DeviceRuntime  # noqa: PLC0415 - loads torch
 
-    runtime = CudaRuntime()
+    runtime = DeviceRuntime()
     if not runtime.is_available():
         raise ConfigError("--device cuda: there is no CUDA device; give cpu")
     return runtime
@@ -283,12 +227,9 @@ def tiers() -> None:
 
 
 def check_choice(option: str, value: str, allowed: Collection[str]) -> None:
-    """Check the value of an option; raises InputError."""
+    """Check that the value of an option is allowed; raises InputError."""
     if value not in allowed:
         raise InputError(f"{option} {value}: expected {' or '.join(allowed)}")
-
-
-_ARGUMENT = re.compile(r"^ {4}(\w+): (.+(?:\n {8}.+)*)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,24 +267,12 @@ def _entry(name: str) -> TierEntry:
 
 
 def _own_options(cls: type[SecondaryTierManager]) -> Iterator[Option]:
-    """Yield the options of a tier that not every tier takes."""
-    summaries = _summaries(cls)
+    """Yield the options that are specific to a tier, with their declared summaries."""
+    declares = cls.tier_class.declares if cls.tier_class else None
+    summaries = {one.name: one.summary for one in declares.described()} if declares else {}
     for name, default in options_of(cls).items():
         if name not in options_of(SecondaryTierManager):
             yield Option(name, default, summaries.get(name, ""))
-
-
-def _summaries(cls: type[SecondaryTierManager]) -> dict[str, str]:
-    """Return the description of each option: declared, or in the `Args` of class or constructor."""
-    found: dict[str, str] = {}
-    tier_class = cls.tier_class
-    for base in (*reversed(cls.__mro__), *reversed(tier_class.__mro__ if tier_class else ())):
-        for owner in (base, base.__dict__.get("__init__")):
-            _, _, arguments = (inspect.getdoc(owner) or "").partition("\nArgs:\n")
-            found |= {name: " ".join(text.split()) for name, text in _ARGUMENT.findall(arguments)}
-    if tier_class is not None and tier_class.declares is not None:
-        found |= {option.name: option.summary for option in tier_class.declares.described()}
-    return found
 
 
 def option_table(options: Sequence[Option]) -> Table:

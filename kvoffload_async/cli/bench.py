@@ -13,14 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from kvoffload_async.bench.contender import Contender
-from kvoffload_async.bench.figures import Figure, Report, SizeReport, size_text
+from kvoffload_async.bench.figures import Figure, Report
 from kvoffload_async.bench.plan import Plan
 from kvoffload_async.bench.rounds import MEMCPY
 from kvoffload_async.bench.run import run_bench
 from kvoffload_async.cli.command import CommandOptions, Interrupt, finish, flag, running
 from kvoffload_async.cli.inputs import parse_tier
-from kvoffload_async.cli.output import check_writable, publish
-from kvoffload_async.cli.progress import Gauge, progress_bar
+from kvoffload_async.cli.output import Gauge, check_writable, progress_bar, publish, size_text
 
 _TITLES: Final = {
     "store": "Store",
@@ -39,13 +38,13 @@ _COLUMNS: Final = (
 )
 _ALL: Final = tuple(range(len(_COLUMNS)))
 _NARROW: Final = (0, 2, 3, 5, 7, 9)
-"""The columns that fit into a terminal of 80 characters; `--json` writes all."""
+"""Indices of the columns that fit into a terminal of 80 characters; `--json` writes all figures."""
 
 Figures = Mapping[str, Figure]
 
 
 def print_tables(report: Report, console: Console) -> None:
-    """Print all tables; at full width if the output is not a terminal."""
+    """Print the tables of a report; at full width if the output is not a terminal."""
     if not console.is_terminal:
         console.width = _FILE_WIDTH
     columns = _ALL if console.width >= _FILE_WIDTH else _NARROW
@@ -66,16 +65,18 @@ def _pass_table(report: Report, what: str, title: str, columns: Sequence[int]) -
         return [cells[column] for column in columns]
 
     for size in report.sizes:
-        rows = _Rows(table, size)
+        block = size_text(size.block_bytes)
+        table.add_section()
         if what in {"store", "load"}:
-            rows.add(MEMCPY, *shown(size.memcpy))
+            table.add_row(block, MEMCPY, *shown(size.memcpy))
         for directory, kinds in size.baselines.items():
             for kind, passes in kinds.items():
                 if what in passes:
-                    rows.add(_baseline_name(report, directory, kind), *shown(passes[what]))
+                    base = Text(_baseline_name(report, directory, kind))
+                    table.add_row(block, base, *shown(passes[what]))
         for name, standing in size.contenders.items():
             if what in standing.passes:
-                rows.add(name, *shown(standing.passes[what]))
+                table.add_row(block, Text(name), *shown(standing.passes[what]))
     return table
 
 
@@ -102,11 +103,12 @@ def _rest_table(report: Report) -> Table:
         "Single calls, in us", "submit large store", "submit large load", "idle poll", "lookup"
     )
     for size in report.sizes:
-        rows = _Rows(table, size)
+        table.add_section()
         for name, standing in size.contenders.items():
             passes, at_rest = standing.passes, standing.passes["at_rest"]
-            rows.add(
-                name,
+            table.add_row(
+                size_text(size.block_bytes),
+                Text(name),
                 _number(passes.get("store_one_job", {}).get("submit_us_per_job")),
                 _number(passes.get("load_one_job", {}).get("submit_us_per_job")),
                 _number(at_rest.get("idle_poll_us")),
@@ -116,21 +118,21 @@ def _rest_table(report: Report) -> Table:
 
 
 def _remarks(report: Report) -> Iterator[str]:
-    settings = report.settings
+    settings, machine = report.settings, report.machine
+    is_native = machine["block_io"] == "native"
+    base = "the bare native engine with checksums" if is_native else "plain writes or reads"
     yield (
         f"Medians of {settings['rounds']} rounds; each round measures all contenders in turn on "
-        f"{'full' if settings['steady'] else 'empty'} stores"
-        f"{' that are kept between rounds' if settings['keep'] else ''}, with "
+        f"{'full' if settings['steady'] else 'empty'} stores, with "
         f"{settings['in_flight']} jobs of {settings['keys_per_job']} blocks in flight. ms: latency "
         "of a job until its result is seen. us: time of the owner's thread, in all calls. x base: "
-        f"ratio to {_baseline_text(report)}; x plain: ratio to plain writes or reads; x "
+        f"ratio to {base}; x plain: ratio to plain writes or reads; x "
         "recycling, on full stores: ratio to plain calls that overwrite and rename, or read, one "
         f"file per block; all with {settings['threads']} threads. The owner's x base is the ratio "
         "to the time that the baseline takes. switches: voluntary context switches per job of all "
         "Python threads but the owner's, for instance while they wait for the GIL. Every loaded "
         "block was compared with the stored one after the clock had stopped."
     )
-    machine = report.machine
     yield (
         f"{machine['date'][:10]}, {machine['processors']} x {machine['processor']}, "
         f"load {machine['load_average']:.1f}; block I/O: {machine['block_io']}"
@@ -138,19 +140,6 @@ def _remarks(report: Report) -> Iterator[str]:
     for name, facts in report.contenders.items():
         options = "".join(f", {key}={value}" for key, value in facts["options"].items())
         yield f"{name}: in {facts['directory'] or 'memory'}{options}"
-
-
-class _Rows:
-    """Adds the rows of one block size; the first row is labelled with the size."""
-
-    def __init__(self, table: Table, size: SizeReport) -> None:
-        table.add_section()
-        self._table = table
-        self._label = size_text(size.block_bytes)
-
-    def add(self, name: str, *cells: str) -> None:
-        self._table.add_row(self._label, Text(name), *cells)
-        self._label = ""
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -163,14 +152,8 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _baseline_name(report: Report, directory: str, kind: str) -> str:
-    how = f"{kind}, direct" if report.settings["direct_baseline"] else kind
-    one = len(report.sizes[0].baselines) == 1
-    return f"base, {how}" if one else f"base, {how}, {directory}"
-
-
-def _baseline_text(report: Report) -> str:
-    is_native = report.machine["block_io"] == "native"
-    return "the bare native engine with checksums" if is_native else "plain writes or reads"
+    is_only = len(report.sizes[0].baselines) == 1
+    return f"base, {kind}" if is_only else f"base, {kind}, {directory}"
 
 
 def _number(figure: Figure | None) -> str:
@@ -252,13 +235,11 @@ def measure(
     Raises:
         OffloadError: See `run_bench`; InputError also if a tier's text is invalid.
     """
-    own = [parse_tier(text) for text in tiers]
     gauge = Gauge()
-    with progress_bar(console, lambda: gauge.fraction_done, "bench") as on_change:
-        gauge.on_change = on_change
+    with progress_bar(console, gauge.fraction_done, "bench"):
         return run_bench(
             plan,
-            own,
+            [parse_tier(text) for text in tiers],
             others,
             expect=gauge.expect,
             advance=gauge.advance,

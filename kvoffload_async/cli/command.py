@@ -1,4 +1,4 @@
-"""Commands whose options are the fields of a dataclass: their options, their log and how they end.
+"""Commands whose options are the fields of a dataclass: options, logging and exit status.
 
 Exit status: 0 success, 1 a check failed, 2 bad input, 130 interrupted.
 
@@ -78,7 +78,7 @@ def complain(message: object) -> None:
 
 
 def finish(complaints: Sequence[object], *, interrupted: bool) -> None:
-    """Print the complaints, and exit with the status that they or an interruption call for."""
+    """Print the complaints, and exit with status `EXIT_INTERRUPTED` or `EXIT_FAILED` if needed."""
     for complaint in complaints:
         complain(complaint)
     if interrupted:
@@ -89,7 +89,7 @@ def finish(complaints: Sequence[object], *, interrupted: bool) -> None:
 
 @contextmanager
 def errors_as_one_line() -> Iterator[None]:
-    """Turn expected errors into one line on standard error and an exit status."""
+    """Context manager: turns expected errors into one line on standard error and an exit status."""
     try:
         yield
     except (InputError, ConfigError) as error:
@@ -146,7 +146,7 @@ class OneLineGroup(TyperGroup):
 
 
 _MOST: Final = 1_000_000_000
-"""Largest number that an option takes, unless it declares another."""
+"""Default maximum of options that take a number."""
 
 
 def flag(default: Any, text: str, *names: str, **settings: Any) -> Any:  # noqa: ANN401 - any type
@@ -183,7 +183,7 @@ C = TypeVar("C")
 def command(
     app: typer.Typer, options: type[C]
 ) -> Callable[[Callable[[C], None]], Callable[[C], None]]:
-    """Add a function to an application's commands; it is called with the options given.
+    """Decorator: add a function to an application's commands; it gets the parsed options.
 
     The options that every command has come last.
     """
@@ -262,7 +262,7 @@ def _is_common(one: Field[Any]) -> bool:
 
 @contextmanager
 def running(options: CommandOptions) -> Iterator[tuple[Console, Interrupt]]:
-    """Yield the console for progress and log, and whether Ctrl-C has asked the command to stop.
+    """Run a command: yield its console for progress and log, and its `Interrupt`.
 
     Expected errors end the command with one line and an exit status, and so do SIGTERM and SIGHUP,
     after what the command does on Ctrl-C.

@@ -1,4 +1,4 @@
-"""The engine's part of a host's configuration, and its table, for `check-config`.
+"""The engine's part of a host's configuration, and the table of its derived settings.
 
 No host need be installed. A host's own keys are checked against tables of what its supported
 versions accept, this package's by the code that reads them under the host. What only the
@@ -25,8 +25,7 @@ from kvoffload_async.config import (
 )
 from kvoffload_async.errors import ConfigError, InputError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
-from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tier
-from kvoffload_async.facade.tier_options import options_of
+from kvoffload_async.facade.tier_factory import naming_tier
 from kvoffload_async.integrations.lmcache.settings import AdapterOptions
 from kvoffload_async.integrations.sglang.settings import EXTRA as SGLANGS_EXTRA
 from kvoffload_async.integrations.sglang.settings import HiCacheOptions
@@ -36,7 +35,7 @@ from kvoffload_async.integrations.vllm.options import (
     OFFLOADING_CONNECTORS,
     check_place_of_options,
     engine_options,
-    own_tier,
+    parse_locality,
     take_identity_options,
 )
 
@@ -55,14 +54,14 @@ _MODULES: Final = {
     "KVOffloadL2Adapter": (_LMCACHE, f"{_LMCACHE}.adapter"),
     "KVOffloadHiCache": (_SGLANG, f"{_SGLANG}.hicache"),
 }
-"""Class -> modules that have it, the documented one first."""
+"""Class that a configuration names -> modules that contain it, the documented module first."""
 
 _PLACEHOLDERS: Final = {"block_bytes": 1, "cpu_bytes_to_use": 1 << 20, "model": "model"}
-"""Of what the host decides; small, so that they refuse no size that the host may accept."""
+"""Values for settings that the host determines; small, so that no valid size is refused."""
 
 
 class HostConfig(NamedTuple):
-    """A configuration under a host.
+    """The engine's part of a configuration, and the host that it is written for.
 
     Attributes:
         host: Who knows what is not checked; empty if everything is.
@@ -101,7 +100,7 @@ def host_config(config: Mapping[str, Any]) -> HostConfig:
 # -- rules --------------------------------------------------------------------------------------
 
 Rules = Mapping[str, tuple[Callable[[Any], bool], str]]
-"""Key -> whether a value is accepted, and what is."""
+"""Key -> predicate of accepted values, and the description of these."""
 
 
 def _is(*types: type) -> Callable[[Any], bool]:
@@ -114,9 +113,9 @@ def _one_of(*allowed: object) -> tuple[Callable[[Any], bool], str]:
 
 
 def _converts(
-    to: type[int | float], is_valid: Callable[[Any], bool] = bool
+    to: type[int | float], is_valid: Callable[[Any], bool] = lambda _number: True
 ) -> Callable[[Any], bool]:
-    """Return whether `to(value)` succeeds, with a valid result."""
+    """Return a predicate: whether `to(value)` succeeds, with a valid result."""
 
     def check(value: Any) -> bool:  # noqa: ANN401 - a user's JSON
         with suppress(TypeError, ValueError, OverflowError):
@@ -133,7 +132,7 @@ def _check(given: Mapping[str, Any], rules: Rules, where: str = "") -> None:
 
 
 def _check_module(given: Mapping[str, Any], name: str, path: str, where: str = "") -> None:
-    """Check the module of a class that `_MODULES` lists."""
+    """Check that the named module contains the named class, according to `_MODULES`."""
     modules = _MODULES[given[name]]
     if given.get(path) not in modules:
         remedy = f'give "{modules[0]}"' if modules[0] else "leave it out"
@@ -143,54 +142,49 @@ def _check_module(given: Mapping[str, Any], name: str, path: str, where: str = "
         )
 
 
-_TEXT: Final = (lambda value: isinstance(value, str) and bool(value)), "it must be a text"
-_ANY: Final = (lambda _value: True), ""
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+_TEXT: Final = _is_text, "it must be a text"
+_TRUTH: Final = _is(bool), "it must be true or false"
+_FLOAT: Final = _converts(float), "it must be a number"
+_OBJECTS: Final = (
+    lambda value: isinstance(value, list) and all(isinstance(one, dict) for one in value),
+    "it must be a list of objects",
+)
 
 # -- vLLM ---------------------------------------------------------------------------------------
 
 _TRANSFER: Final[Rules] = {
     "kv_connector": _TEXT,
-    "kv_connector_module_path": (
-        lambda value: value is None or (isinstance(value, str) and bool(value)),
-        "it must name a module",
-    ),
+    "kv_connector_module_path": (lambda p: p is None or _is_text(p), "it must name a module"),
     "kv_role": _one_of("kv_both", "kv_producer", "kv_consumer"),
     "kv_load_failure_policy": _one_of("recompute", "fail"),
-    EXTRA: (_is(dict), "it must be an object"),
+    EXTRA: (_is(dict), "it must be an object with the keys of the engine"),
     "engine_id": (_is(str, type(None)), "it must be a text"),
     "kv_buffer_device": (_is(str), "it must be a text"),
-    "kv_port": (_converts(int, lambda port: port is not None), "it must be an integer"),
-    "enable_permute_local_kv": (_is(bool), "it must be true or false"),
+    "kv_port": (_converts(int), "it must be an integer"),
+    "enable_permute_local_kv": _TRUTH,
 }
 """The fields of `KVTransferConfig`."""
 
 _POSITIVE: Final = _converts(int, lambda number: number > 0)
-_INTEGER: Final = _converts(int, lambda _number: True), "vLLM calls int: give an integer"
+_INTEGER: Final = _converts(int), "vLLM calls int: give an integer"
+_SIZE: Final = (lambda size: size is None or _POSITIVE(size)), "it must be a positive integer"
 _CHUNK: Final[Rules] = {
-    "blocks_per_chunk": (
-        lambda value: value is None or _POSITIVE(value),
-        "it must be a positive integer",
-    ),
-    "block_size": (
-        lambda value: value is None or _POSITIVE(value),
-        "it must be a positive integer",
-    ),
+    "blocks_per_chunk": _SIZE,
+    "block_size": _SIZE,
     "sync_load_budget_bytes": _INTEGER,
 }
 _TIERING: Final[Rules] = {
     "store_threshold": _INTEGER,
     "max_tracker_size": _INTEGER,
-    "tier_poll_interval_s": (_converts(float, lambda _s: True), "it must be a number"),
-    "secondary_tiers": (
-        lambda value: isinstance(value, list) and all(isinstance(tier, dict) for tier in value),
-        "it must be a list of objects",
-    ),
+    "tier_poll_interval_s": _FLOAT,
+    "secondary_tiers": _OBJECTS,
 }
 _VLLMS_TIERS: Final = ("example", "fs", "kvcr", "obj", "p2p")
-_LOCALITY: Final = (
-    lambda value: value in (None, "LOCAL", "REMOTE"),
-    'it must be "LOCAL" or "REMOTE"',
-)
+_DECIDED: Final = {"block_bytes": 1, "model": "vllm"}
 _OWN_SPECS: Final = ("TieringOffloadingSpec", "HostTieringOffloadingSpec")
 
 
@@ -200,12 +194,10 @@ def _under_vllm(config: Mapping[str, Any]) -> HostConfig:
     extra = config[EXTRA]
     if config["kv_connector"] != "MultiConnector":
         return _connector(config, config)
-    connectors = extra.get("connectors")
-    if not isinstance(connectors, list) or not all(isinstance(one, dict) for one in connectors):
-        raise InputError(f"{EXTRA}: connectors: {shown(connectors)} is not a list of objects")
+    _check({"connectors": None, **extra}, {"connectors": _OBJECTS}, f"{EXTRA}: ")
     fields = {key: rule for key, rule in _TRANSFER.items() if key != "engine_id"}  # the outer's
     found = []
-    for index, one in enumerate(connectors):
+    for index, one in enumerate(extra["connectors"]):
         where = f"{EXTRA}: connectors[{index}]: "
         _check_transfer(one, fields, where)
         if one["kv_connector"] in OFFLOADING_CONNECTORS:
@@ -220,13 +212,11 @@ def _under_vllm(config: Mapping[str, Any]) -> HostConfig:
 
 def _check_transfer(config: Mapping[str, Any], fields: Rules, where: str = "") -> None:
     reject_unknown(config, fields, f"{where}kv-transfer-config")
-    _check({"kv_connector": None, "kv_role": None, EXTRA: {}} | dict(config), fields, where)
-    if EXTRA not in config:
-        raise InputError(f"{where}{EXTRA}: missing; add an object with the keys of the engine")
+    _check({"kv_connector": None, "kv_role": None, EXTRA: None} | dict(config), fields, where)
 
 
 def _connector(config: Mapping[str, Any], outer: Mapping[str, Any], where: str = "") -> HostConfig:
-    """Check a connector that offloads; vLLM reads the failure policy of `outer`."""
+    """Check an offloading connector's configuration; `outer` has vLLM's failure policy."""
     _check(config, {"kv_connector": _one_of(*OFFLOADING_CONNECTORS)}, where)
     _check_module(config, "kv_connector", "kv_connector_module_path", where)
     connector, extra = config["kv_connector"], config[EXTRA]
@@ -235,45 +225,38 @@ def _connector(config: Mapping[str, Any], outer: Mapping[str, Any], where: str =
     if extra.get("blocks_per_chunk") is not None and extra.get("block_size") is not None:
         raise InputError(f"{inside}block_size: vLLM refuses it with blocks_per_chunk; give one")
     name = extra.get("spec_name", "CPUOffloadingSpec")
-    is_whole = name == "KVOffloadSpec"
-    if is_whole and connector != "KVOffloadConnector":
+    if name != "KVOffloadSpec":
+        if connector == "KVOffloadConnector":
+            raise InputError(
+                f"{inside}spec_name: {shown(name)} is not valid with KVOffloadConnector; give "
+                '"KVOffloadSpec", or "kv_connector": "OffloadingConnector" with other specs'
+            )
+        return _under_vllms_spec(name, extra, inside)
+    if connector != "KVOffloadConnector":
         raise InputError(
             f"{where}kv_connector: a failed load would end the engine, as {connector} cannot report"
             f' it; give "KVOffloadConnector" and "kv_connector_module_path": "{_VLLM}"'
         )
-    if not is_whole and connector == "KVOffloadConnector":
-        raise InputError(
-            f"{inside}spec_name: {shown(name)} is not valid with KVOffloadConnector; give "
-            '"KVOffloadSpec", or "kv_connector": "OffloadingConnector" with other specs'
-        )
-    if not is_whole:
-        return _under_vllms_spec(extra, inside)
     _check_module(extra, "spec_name", "spec_module_path", inside)
     if "kv_load_failure_policy" not in outer:
         raise InputError(
             "kv_load_failure_policy: missing, so that vLLM ends a request whose load failed; give "
             f'"recompute" next to "kv_connector": "{outer["kv_connector"]}"'
         )
-    engine = {key: one for key, one in engine_options(extra).items() if key not in _CHUNK}
-    tiers = engine.get("secondary_tiers")
-    if isinstance(tiers, list):
-        engine["secondary_tiers"] = own = []
-        for index, tier in enumerate(tiers):
-            with naming_tier(index, tier if isinstance(tier, dict) else {}):
-                if not (isinstance(tier, dict) and _is_external(tier)):
-                    own.append(own_tier(tier)[0])
-    return HostConfig("vLLM", engine, {"block_bytes": 1, "model": "vllm"})
+    engine = {key: one for key, one in engine_options(extra)[0].items() if key not in _CHUNK}
+    if isinstance(tiers := engine.get("secondary_tiers"), list):
+        engine["secondary_tiers"] = [tier for tier in tiers if not _is_external(tier)]
+    return HostConfig("vLLM", engine, _DECIDED)
 
 
-def _is_external(tier: Mapping[str, Any]) -> bool:
-    """Return whether only another package can check a tier."""
-    path = tier.get("module_path")
+def _is_external(tier: object) -> bool:
+    """Return whether a tier is of another package, which alone can check it."""
+    path = tier.get("module_path") if isinstance(tier, dict) else None
     return isinstance(path, str) and not path.startswith("kvoffload_async.")
 
 
-def _under_vllms_spec(extra: Mapping[str, Any], where: str) -> HostConfig:
+def _under_vllms_spec(name: object, extra: Mapping[str, Any], where: str) -> HostConfig:
     """Check this package's tiers under vLLM's own spec."""
-    name = extra.get("spec_name", "CPUOffloadingSpec")
     if name not in _OWN_SPECS:
         raise InputError(
             f"{where}spec_name: {shown(name)} has no tiers of this package; give "
@@ -312,7 +295,7 @@ def _under_vllms_spec(extra: Mapping[str, Any], where: str) -> HostConfig:
             f'{{"type": "FsTier", "module_path": "{_VLLM}", ...}}'
         )
     engine = {"cpu_bytes_to_use": int(given), "secondary_tiers": tiers}
-    return HostConfig("vLLM", engine, {"block_bytes": 1, "model": "vllm"})
+    return HostConfig("vLLM", engine, _DECIDED)
 
 
 def _tier_under_vllms_spec(tier: Mapping[str, Any]) -> dict[str, Any]:
@@ -321,10 +304,7 @@ def _tier_under_vllms_spec(tier: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("module_path", "backpressure"):  # vLLM's
         options.pop(key, None)
     take_identity_options(kind, options, tier["type"])
-    if "locality" in options_of(SecondaryTierFactory.get_tier_class(kind)):
-        _check(options, {"locality": _LOCALITY})
-    elif options.get("locality") is not None:
-        raise ConfigError(f"locality: blocks of {kind} are always REMOTE; leave it out")
+    parse_locality(kind, options.get("locality"))
     if isinstance(directory := options.get("root_dir"), str) and directory:
         options["root_dir"] = str(Path(directory).absolute())  # vLLM's: relative to where it runs
     return {"type": kind, **options}
@@ -334,8 +314,8 @@ def _tier_under_vllms_spec(tier: Mapping[str, Any]) -> dict[str, Any]:
 
 _EVICTION: Final[Rules] = {
     "eviction_policy": _one_of("LRU", "ARC", "IsolatedLRU", "noop"),
-    "trigger_watermark": (_converts(float, lambda _value: True), "it must be a number"),
-    "eviction_ratio": (_converts(float, lambda _value: True), "it must be a number"),
+    "trigger_watermark": _FLOAT,
+    "eviction_ratio": _FLOAT,
 }
 _ADAPTER: Final[Rules] = {
     "type": _one_of("plugin"),
@@ -343,10 +323,7 @@ _ADAPTER: Final[Rules] = {
     "adapter_params": (_is(dict), "it must be an object with tier"),
     "config_class_name": (_is(str, type(None)), "leave it out"),
     "affinity_tag": (lambda tag: isinstance(tag, str) and bool(tag.strip()), "it must be a text"),
-    "serde": (
-        lambda serde: serde is None,
-        "objects of varying sizes are not supported; leave it out",
-    ),
+    "serde": (_is(type(None)), "objects of varying sizes are not supported; leave it out"),
     "eviction": (_is(dict, type(None)), "it must be an object"),
 }
 
@@ -360,7 +337,7 @@ def _under_lmcache(config: Mapping[str, Any]) -> HostConfig:
         _check({"eviction_policy": None, **eviction}, _EVICTION, "eviction: ")
     options = AdapterOptions.parse(given["adapter_params"])
     engine = {"secondary_tiers": list(options.tier), "status_socket": options.status_socket}
-    return HostConfig("LMCache", engine, dict(_PLACEHOLDERS))
+    return HostConfig("LMCache", engine, _PLACEHOLDERS)
 
 
 # -- SGLang -------------------------------------------------------------------------------------
@@ -372,7 +349,7 @@ _HICACHE: Final[Rules] = {
     "prefetch_threshold": (_is(int), "it must be an integer"),
     "prefetch_timeout_base": _NUMBER,
     "prefetch_timeout_per_ki_token": _NUMBER,
-    "hicache_storage_pass_prefix_keys": (_is(bool), "it must be true or false"),
+    "hicache_storage_pass_prefix_keys": _TRUTH,
 }
 
 
@@ -383,11 +360,11 @@ def _under_sglang(config: Mapping[str, Any]) -> HostConfig:
     _check_module(given, "class_name", "module_path")
     options = HiCacheOptions.parse(config)
     engine = {"secondary_tiers": options.tier, "status_socket": options.status_socket}
-    return HostConfig("SGLang", engine, dict(_PLACEHOLDERS))
+    return HostConfig("SGLang", engine, _PLACEHOLDERS)
 
 
 def derived_settings(spec: TieringOffloadingSpec, found: HostConfig) -> dict[str, Any]:
-    """Return a configuration's derived settings, as JSON has them; without secrets.
+    """Return a configuration's derived settings as a JSON object, without secrets.
 
     Args:
         spec: Made from the configuration.

@@ -13,47 +13,40 @@ from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from typing import Any, Final, NoReturn
 
-from kvoffload_async.config import HIDDEN, is_secret, without_user_info
 from kvoffload_async.errors import InputError
 
 _MAX_DEPTH: Final = 32
 """Maximum nesting of objects and lists; a configuration needs five levels."""
 
 
-class JsonInputError(ValueError):
-    """A text is not valid JSON, or uses JSON that this package does not accept."""
-
-
 def parse_json(text: str) -> Any:  # noqa: ANN401 - what JSON can be
     """Return the value of a JSON text.
 
     Raises:
-        JsonInputError: The text is not JSON, an object has a duplicate key, a number is not finite
+        InputError: The text is not JSON, an object has a duplicate key, a number is not finite
             or too long, or the nesting is too deep.
     """
-    check_depth(_STEPS.get(found[0], 0) for found in _BRACKET_OR_STRING.finditer(text))
+    _check_depth(_STEPS.get(found[0], 0) for found in _BRACKET_OR_STRING.finditer(text))
     try:
-        value = json.loads(
+        return json.loads(
             text,
             object_pairs_hook=_as_object,
             parse_constant=_reject_number,
             parse_float=_as_float,
             parse_int=_as_integer,
         )
-    except JsonInputError:
+    except InputError:
         raise
     except ValueError as error:
-        raise JsonInputError(f"not JSON: {error}") from error
-    check_value(value)
-    return value
+        raise InputError(f"not JSON: {error}") from error
 
 
 _BRACKET_OR_STRING: Final = re.compile(r'[][{}]|"(?:[^"\\]|\\.)*+"')
 _STEPS: Final = {"[": 1, "{": 1, "]": -1, "}": -1}
 
 
-def check_depth(steps: Iterable[int]) -> None:
-    """Raise JsonInputError if objects and lists are nested too deeply.
+def _check_depth(steps: Iterable[int]) -> None:
+    """Raise InputError if objects and lists are nested too deeply.
 
     Call this before any recursive parser: at Python's recursion limit, unrelated finalizers and
     garbage-collector callbacks fail too.
@@ -62,24 +55,20 @@ def check_depth(steps: Iterable[int]) -> None:
         steps: 1 for each start of an object or list, -1 for each end.
     """
     if any(depth > _MAX_DEPTH for depth in accumulate(steps)):
-        raise _too_deep()
-
-
-def _too_deep() -> JsonInputError:
-    return JsonInputError(f"objects and lists are nested more than {_MAX_DEPTH} deep; flatten them")
+        raise InputError(f"objects and lists are nested more than {_MAX_DEPTH} deep; flatten them")
 
 
 def _as_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise JsonInputError(f"the key {key!r} is given twice in one object; keep one of them")
+            raise InputError(f"the key {key!r} is given twice in one object; keep one of them")
         found[key] = value
     return found
 
 
 def _reject_number(text: str) -> NoReturn:
-    raise JsonInputError(f"{text} is not a JSON number; write a finite one")
+    raise InputError(f"{text} is not a JSON number; write a finite one")
 
 
 def _as_float(text: str) -> float:
@@ -91,7 +80,7 @@ def _as_float(text: str) -> float:
 
 def _as_integer(text: str) -> int:
     if len(text) > _MAX_DIGITS:
-        raise JsonInputError(f"a number of {len(text)} digits is too large: {text[:_SHORT]}...")
+        raise InputError(f"a number of {len(text)} digits is too large: {text[:_SHORT]}...")
     return int(text)
 
 
@@ -99,60 +88,42 @@ _SHORT: Final = 40
 _MAX_DIGITS: Final = 100
 
 
-def check_value(value: object) -> None:
-    """Raise JsonInputError if a value is nested too deeply, or not of a JSON type."""
-    level = [value]
-    for _ in range(_MAX_DEPTH + 1):
-        below: list[object] = []
-        for one in level:
-            if isinstance(one, dict):
-                below += one.values()
-            elif isinstance(one, list):
-                below += one
-            elif isinstance(one, float) and not math.isfinite(one):
-                _reject_number(str(one))
-            elif not isinstance(one, str | int | float | None):
-                raise JsonInputError(f"{one} is read as a {type(one).__name__}; quote it")
-        if not below:
-            return
-        level = below
-    raise _too_deep()
-
-
 def parse_yaml(text: str) -> Any:  # noqa: ANN401 - what JSON can be
     """Return the value of a YAML text, limited to JSON's types.
 
     Raises:
-        JsonInputError: The text is not YAML, it has an alias or a tag, a mapping has a duplicate
+        InputError: The text is not YAML, it has an alias or a tag, a mapping has a duplicate
             key or a key that is not text, a value is not of a JSON type, the nesting is too deep,
             or PyYAML is not installed.
     """
     try:
         yaml = importlib.import_module("yaml")
     except ImportError as error:
-        raise JsonInputError(
+        raise InputError(
             f"YAML needs PyYAML ({error}); install kvoffload-async[yaml], or write JSON"
         ) from error
     try:
-        check_depth(_steps(text, yaml))
+        _check_depth(_steps(text, yaml))
         _check_keys(yaml.compose(text, Loader=yaml.SafeLoader), yaml)
-        value = yaml.safe_load(text)
+        return parse_json(json.dumps(yaml.safe_load(text), default=_reject_type))
+    except InputError:
+        raise
     except (yaml.YAMLError, ValueError) as error:
-        if isinstance(error, JsonInputError):
-            raise
-        raise JsonInputError(f"not YAML: {' '.join(str(error).split())}") from error
-    check_value(value)
-    return value
+        raise InputError(f"not YAML: {' '.join(str(error).split())}") from error
+
+
+def _reject_type(value: object) -> NoReturn:
+    raise InputError(f"{value} is read as a {type(value).__name__}; quote it")
 
 
 def _steps(text: str, yaml: Any) -> Iterator[int]:  # noqa: ANN401 - PyYAML's own
-    """Yield 1 for each start of a mapping or list and -1 for each end; reject aliases.
+    """Yield 1 for each start of a YAML mapping or list and -1 for each end; reject aliases.
 
     PyYAML's parser is iterative, unlike its composer, so it can check the depth first.
     """
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.AliasEvent):  # nested aliases expand exponentially
-            raise JsonInputError("an alias (*name) is not allowed; write the value again")
+            raise InputError("an alias (*name) is not allowed; write the value again")
         if isinstance(event, yaml.CollectionStartEvent):
             yield 1
         elif isinstance(event, yaml.CollectionEndEvent):
@@ -160,7 +131,7 @@ def _steps(text: str, yaml: Any) -> Iterator[int]:  # noqa: ANN401 - PyYAML's ow
 
 
 def _check_keys(node: Any, yaml: Any) -> None:  # noqa: ANN401 - PyYAML's own
-    """Reject duplicate keys, and keys that are not text."""
+    """Reject mappings with duplicate keys, or keys that are not text."""
     if isinstance(node, yaml.SequenceNode):
         for one in node.value:
             _check_keys(one, yaml)
@@ -168,24 +139,11 @@ def _check_keys(node: Any, yaml: Any) -> None:  # noqa: ANN401 - PyYAML's own
         keys: set[str] = set()
         for key, one in node.value:
             if key.tag != "tag:yaml.org,2002:str":
-                raise JsonInputError(f"the key {key.value!r} is not text; quote it")
+                raise InputError(f"the key {key.value!r} is not text; quote it")
             if key.value in keys:
-                raise JsonInputError(f"the key {key.value!r} is given twice; keep one of them")
+                raise InputError(f"the key {key.value!r} is given twice; keep one of them")
             keys.add(key.value)
             _check_keys(one, yaml)
-
-
-_OPTION: Final = re.compile(r"([^,:=]+)=([^,]*)")
-
-
-def _masked(text: str) -> str:
-    """Return the text of a tier without secrets; a JSON object may itself contain commas."""
-    head, equals, _ = without_user_info(text).partition("store_options=")
-
-    def mask(option: re.Match[str]) -> str:
-        return f"{option[1]}={HIDDEN}" if is_secret(option[1]) else option[0]
-
-    return _OPTION.sub(mask, head) + (f"{equals}{HIDDEN}" if equals else "")
 
 
 def parse_tier(text: str, flag: str = "--tier") -> dict[str, Any]:
@@ -196,19 +154,22 @@ def parse_tier(text: str, flag: str = "--tier") -> dict[str, Any]:
     configuration file.
 
     Raises:
-        InputError: The type is missing, or an option is not `key=value`, or is given twice.
+        InputError: The type is missing, or an option is not `key=value`, or is given twice. The
+            message does not show the options, as their values may be secrets.
     """
-    shown = _masked(text)
     tier_type, _, rest = text.partition(":")
     if not tier_type:
-        raise InputError(f"{flag} {shown!r}: no type; give TYPE[:key=value,...]")
+        raise InputError(f"{flag}: no type; give TYPE[:key=value,...]")
     config: dict[str, Any] = {"type": tier_type}
-    for option in rest.split(",") if rest else ():
+    for number, option in enumerate(rest.split(",") if rest else (), 1):
         key, equals, value = option.partition("=")
         if not key or not equals:
-            raise InputError(f"{flag} {shown!r}: expected TYPE[:key=value,...]")
+            raise InputError(
+                f"{flag} {tier_type!r}: option {number} is not key=value; "
+                "expected TYPE[:key=value,...]"
+            )
         if key in config:
-            raise InputError(f"{flag} {shown!r}: {key!r} is given twice")
+            raise InputError(f"{flag} {tier_type!r}: {key!r} is given twice")
         config[key] = _scalar(value)
     return config
 
@@ -216,6 +177,6 @@ def parse_tier(text: str, flag: str = "--tier") -> dict[str, Any]:
 def _scalar(text: str) -> object:
     try:
         value = parse_json(text)
-    except JsonInputError:  # `NaN` and `Infinity` stay text too
+    except InputError:  # `NaN` and `Infinity` stay text too
         return text
     return text if isinstance(value, list | dict) else value

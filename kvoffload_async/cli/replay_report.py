@@ -4,84 +4,77 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing
+from dataclasses import replace
 from datetime import UTC, datetime
 from html import escape
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
 from rich.console import Console
-from rich.table import Table
 
 from kvoffload_async.cli.output import (
     STDOUT,
     as_unwritable,
     check_writable,
     drawing_module,
+    figures_table,
+    progress_bar,
     shown,
+    size_text,
+    write_text,
 )
-from kvoffload_async.cli.progress import progress_bar
-from kvoffload_async.cli.settings import STDIN
 from kvoffload_async.errors import InputError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.observe.trace_events import TraceEventFile
 from kvoffload_async.replay.report import Report
-from kvoffload_async.replay.run import Follow, PassReports
-from kvoffload_async.replay.source import RequestSource
+from kvoffload_async.replay.run import PassReports
+from kvoffload_async.replay.source import STDIN, RequestSource
 from kvoffload_async.timeline import RequestTimeline
 
-_MIB = 1024 * 1024
-_GIB = 1024 * _MIB
 
-
-def bar_per_pass(console: Console, num_passes: int) -> Follow:
-    """Return a `Follow` that shows a progress bar per pass, if the console is a terminal."""
-
-    @contextmanager
-    def follow(source: RequestSource, number: int) -> Iterator[Callable[[], None]]:
-        title = "replay" if num_passes == 1 else f"replay {number}/{num_passes}"
-        with progress_bar(console, lambda: source.fraction_done, title) as on_step:
-            yield on_step
-
-    return follow
+def bar_of_pass(
+    console: Console, num_passes: int, source: RequestSource, number: int
+) -> AbstractContextManager[object]:
+    """Return the progress bar of a replay pass; it is shown if the console is a terminal."""
+    title = "replay" if num_passes == 1 else f"replay {number}/{num_passes}"
+    return progress_bar(console, lambda: source.fraction_done, title)
 
 
 def print_table(reports: PassReports, console: Console) -> None:
-    """Print the figures as tables, with one column per pass."""
+    """Print the figures of a replay as tables, with one column per pass."""
+    for title, head, rows in _tables(reports, _PRINTED):
+        console.print(figures_table(title, head, rows))
+
+
+def _tables(
+    reports: PassReports, tier_figures: Collection[str]
+) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+    """Yield each table's title, header and rows; the header of a single pass is empty."""
     passes = reports.passes
-    names = list(map(pass_name, range(1, len(passes) + 1)))
-    table = Table(
-        title="Replay, interrupted" if reports.interrupted else "Replay",
-        show_header=len(passes) > 1,
-        title_justify="left",
-    )
-    table.add_column(style="bold")
-    for name in names:
-        table.add_column(name, justify="right")
-    for row in _pass_rows(passes):
-        table.add_row(*row)
-    console.print(table)
+    later = (f"pass {number}" for number in range(3, len(passes) + 1))
+    names = ["first pass", "warm pass", *later][: len(passes)] if len(passes) > 1 else [""]
+    title = "Replay, interrupted" if reports.interrupted else "Replay"
+    figures = zip(*map(_figure_rows, passes), strict=True)
+    yield title, ["", *names], [[each[0][0], *(value for _, value in each)] for each in figures]
     if passes[0].tiers:
-        console.print(_tier_table(passes, names))
+        head = ["tier", "pass", *(_TIER_FIGURES[one] for one in tier_figures)]
+        rows = [
+            [tier, name, *(_value(one, counts[one]) for one in tier_figures)]
+            for name, report in zip(names, passes, strict=True)
+            for tier, counts in report.tiers.items()
+        ]
+        if len(passes) == 1:
+            for row in (head, *rows):
+                del row[1]
+        yield "Secondary tiers", head, rows
 
 
-def _pass_rows(passes: Sequence[Report]) -> Iterator[Sequence[str]]:
-    """Yield the name of each figure, and its value in each pass."""
-    for each in zip(*map(figure_rows, passes), strict=True):
-        yield each[0][0], *(value for _, value in each)
-
-
-def pass_name(number: int) -> str:
-    """Return the name of a pass; passes are numbered from 1."""
-    return {1: "first pass", 2: "warm pass"}.get(number, f"pass {number}")
-
-
-def figure_rows(report: Report) -> list[tuple[str, str]]:
-    """Return the name and the formatted value of each figure."""
+def _figure_rows(report: Report) -> list[tuple[str, str]]:
+    """Return the name and the formatted value of each figure of a pass."""
     jobs = (report.jobs_submitted, report.job_results, report.job_failures)
     refused = (report.stores_refused, report.promotions_refused)
     moved = (size_text(report.bytes_stored), size_text(report.bytes_loaded))
@@ -113,39 +106,12 @@ def figure_rows(report: Report) -> list[tuple[str, str]]:
     ]
 
 
-def _tier_table(passes: Sequence[Report], names: Sequence[str]) -> Table:
-    table = Table("tier", title="Secondary tiers", title_justify="left")
-    if len(passes) > 1:
-        table.add_column("pass")
-    figures = ("stored_bytes", "loaded_bytes", "failed_jobs", "dropped_blocks")
-    for figure in figures:
-        table.add_column(_TIER_FIGURES[figure], justify="right")
-    for tier, name, *values in _tier_rows(passes, names, figures):
-        table.add_row(tier, *([name] if len(passes) > 1 else []), *values)
-    return table
-
-
-def _tier_rows(
-    passes: Sequence[Report], names: Sequence[str], wanted: Iterable[str]
-) -> Iterator[Sequence[str]]:
-    """Yield the name of each tier, that of the pass, and the formatted figures."""
-    for report, name in zip(passes, names, strict=True):
-        for tier, figures in report.tiers.items():
-            values = (
-                size_text(figures[one]) if "bytes" in one else f"{figures[one]:,}" for one in wanted
-            )
-            yield tier, name, *values
+def _value(figure: str, value: int) -> str:
+    return size_text(value) if figure.endswith("bytes") else f"{value:,}"
 
 
 def _joined(counts: Sequence[int]) -> str:
     return " / ".join(f"{count:,}" for count in counts)
-
-
-def size_text(num_bytes: int) -> str:
-    """Return a size with a unit."""
-    if num_bytes < _MIB:
-        return f"{num_bytes / 1024:,.0f} KiB"
-    return f"{num_bytes / _MIB:,.1f} MiB" if num_bytes < _GIB else f"{num_bytes / _GIB:,.2f} GiB"
 
 
 PLOT: Final = "kvoffload_async.replay.plot"
@@ -160,6 +126,8 @@ _TIER_FIGURES: Final = {
     "failed_jobs": "failed jobs",
     "dropped_blocks": "dropped blocks",
 }
+_PRINTED: Final = ("stored_bytes", "loaded_bytes", "failed_jobs", "dropped_blocks")
+"""The figures of tiers that fit on a terminal; the HTML page shows all."""
 _STYLE: Final = """
 :root { color-scheme: light; }
 body { font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 84rem; margin: 0 auto;
@@ -182,60 +150,30 @@ _POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'"
 """Content security policy: the browser loads nothing for the page and runs no script."""
 
 
-@dataclass(frozen=True, slots=True)
-class Headline:
-    """Title of a plot or page.
-
-    Attributes:
-        trace: Name of the trace; may contain any characters.
-        sizes: The policy, and the sizes of the primary and the tiers.
-        origin: Date, machine and version.
-    """
-
-    trace: str
-    sizes: str
-    origin: str
-
-    @classmethod
-    def of(cls, trace: Path | None, reports: PassReports) -> Self:
-        """Return the headline of a replay that has just ended."""
-        name = "the built-in chat workload" if trace is None else trace.name
-        if str(trace) == STDIN:
-            name = "standard input"
-        # A file name may contain bytes that cannot be decoded.
-        name = name.encode(errors="backslashreplace").decode()
-        now = datetime.now(UTC)
-        return cls(name, _sizes(reports), f"{now:%Y-%m-%d %H:%M} UTC, {_machine()}")
-
-
 def publish_pictures(
     reports: PassReports, trace: Path | None, plot: Path | None, page: Path | None
 ) -> None:
-    """Write the plot and the page of a replay that has just ended and recorded samples.
+    """Write the plot and the HTML page of a replay that has recorded samples.
 
     Raises:
         InputError: A file cannot be written.
     """
-    headline = Headline.of(trace, reports)
-    if plot is not None:
-        _draw_picture(reports, headline, plot)
+    name = "the built-in chat workload" if trace is None else trace.name
+    if str(trace) == STDIN:
+        name = "standard input"
+    # A file name may contain bytes that cannot be decoded.
+    name = name.encode(errors="backslashreplace").decode()
+    sizes = _sizes(reports)
+    origin = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {_machine()}"
     if page is not None:
-        _write_page(reports, headline, page)
-
-
-def _draw_picture(reports: PassReports, headline: Headline, path: Path) -> None:
-    name = headline.trace
-    if len(name) > _MAX_NAME:
-        name = f"{name[: _MAX_NAME // 2]}...{name[-_MAX_NAME // 2 :]}"
-    title = f"Replay of {name}\n{headline.sizes}"
-    with as_unwritable("--plot", str(path)):
-        drawing_module("--plot", PLOT).draw(reports.passes, path, title, headline.origin)
-
-
-def _write_page(reports: PassReports, headline: Headline, path: Path) -> None:
-    text = "\n".join(_page(reports, headline))
-    with as_unwritable("--report", str(path)):
-        path.write_text(text + "\n", encoding="utf-8")
+        text = "\n".join(_page(reports, f"Replay of {name}", sizes, origin))
+        write_text("--report", str(page), text)
+    if plot is not None:
+        if len(name) > _MAX_NAME:
+            name = f"{name[: _MAX_NAME // 2]}...{name[-_MAX_NAME // 2 :]}"
+        title = f"Replay of {name}\n{sizes}"
+        with as_unwritable("--plot", str(plot)):
+            drawing_module("--plot", PLOT).draw(reports.passes, plot, title, origin)
 
 
 def _sizes(reports: PassReports) -> str:
@@ -243,7 +181,7 @@ def _sizes(reports: PassReports) -> str:
     primary = f"{report.primary_blocks:,} blocks of {size_text(report.row_bytes)}"
     parts = [f"policy {report.policy}, primary of {primary}"]
     for name, tier in zip(report.tiers, report.samples[-1].stats.tiers, strict=True):
-        capacity = "" if not tier.capacity_bytes else f" of {size_text(int(tier.capacity_bytes))}"
+        capacity = "" if not tier.capacity_bytes else f" of {size_text(tier.capacity_bytes)}"
         parts.append(f"{name}{capacity}")
     return " + ".join(parts)
 
@@ -258,14 +196,13 @@ def _machine() -> str:
 # -- the page -------------------------------------------------------------------------------------
 
 
-def _page(reports: PassReports, headline: Headline) -> Iterable[str]:
+def _page(reports: PassReports, title: str, sizes: str, origin: str) -> Iterable[str]:
     plot = drawing_module("--report", PLOT)
-    title = f"Replay of {headline.trace}"
     yield '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">'
     yield f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
     yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
     yield f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>"
-    yield f"<h1>{escape(title)}</h1>\n<p>{escape(headline.sizes)}</p>"
+    yield f"<h1>{escape(title)}</h1>\n<p>{escape(sizes)}</p>"
     if reports.interrupted:
         yield '<p class="complaint">Interrupted: figures up to the interruption.</p>'
     yield from (f'<p class="complaint">{escape(text)}</p>' for text in reports.complaints)
@@ -273,15 +210,11 @@ def _page(reports: PassReports, headline: Headline) -> Iterable[str]:
     for (name, explanation, _), svg in zip(plot.PANELS, plot.svgs(reports.passes), strict=True):
         named = svg.replace("<svg ", f'<svg role="img" aria-label="{escape(name)}" ', 1)
         yield f"<figure>{named}<figcaption>{escape(explanation)}</figcaption></figure>"
-    yield "</div>\n<h2>Figures</h2>"
-    passes = reports.passes
-    names = list(map(pass_name, range(1, len(passes) + 1)))
-    yield from _table(("", *names), _pass_rows(passes))
-    if passes[0].tiers:
-        yield "<h2>Secondary tiers</h2>"
-        rows = _tier_rows(passes, names, _TIER_FIGURES)
-        yield from _table(("tier", "pass", *_TIER_FIGURES.values()), rows)
-    yield f'<p class="note">{escape(headline.origin)}</p>\n</body>\n</html>'
+    yield "</div>"
+    for heading, head, rows in _tables(reports, _TIER_FIGURES):
+        yield f"<h2>{escape(heading)}</h2>"
+        yield from _table(head, rows)
+    yield f'<p class="note">{escape(origin)}</p>\n</body>\n</html>'
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterable[str]:
@@ -293,11 +226,11 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterable[str]:
 
 
 _MORE_REQUESTS: Final = 64
-"""Timelines kept in addition to those in flight, for requests whose last copies have not ended."""
+"""Timelines kept beyond those of requests in flight, for ended requests with unfinished copies."""
 
 
 def check_explained(number: int, open_source: Callable[[], RequestSource]) -> None:
-    """Check before a replay that it has a request of this number, the first of which is 0.
+    """Check before a replay that its trace has request `number`, counted from 0.
 
     Raises:
         InputError: It has not.
@@ -312,10 +245,17 @@ def check_explained(number: int, open_source: Callable[[], RequestSource]) -> No
 
 
 class TimelineOutput:
-    """Collects the timelines of a replay; as a context manager, closes the file on exit."""
+    """Prints the timeline of one request of a replay, and writes all timelines to a file."""
 
     def __init__(self, explained: int | None, trace_out: str | None) -> None:
-        """Print the timeline of request `explained`; write all to the file `trace_out`."""
+        """Print the timeline of request `explained`; write all timelines to the file `trace_out`.
+
+        Raises:
+            InputError: The file cannot be written.
+        """
+        if trace_out == STDOUT:
+            raise InputError("--trace-out -: expected a file")
+        check_writable("--trace-out", trace_out)
         self._explained = explained
         self._name = trace_out
         self._file: TraceEventFile | None = None
@@ -327,25 +267,18 @@ class TimelineOutput:
         """Whether the replay must record timelines."""
         return self._explained is not None or self._name is not None
 
-    def __enter__(self) -> Self:
-        """Check that the file can be written; `recording` creates it.
+    def close(self) -> None:
+        """Close the file of timelines.
 
         Raises:
             InputError: The file cannot be written.
         """
-        if self._name is not None:
-            if self._name == STDOUT:
-                raise InputError("--trace-out -: expected a file")
-            check_writable("--trace-out", self._name)
-        return self
-
-    def __exit__(self, *_exc_info: object) -> None:
         if self._file is not None:
             with as_unwritable("--trace-out", str(self._name)):
                 self._file.close()
 
     def recording(self, spec: TieringOffloadingSpec, concurrency: int) -> TieringOffloadingSpec:
-        """Return a spec whose engines record enough timelines, and create the file.
+        """Return the spec, changed to record enough timelines, and create the file of timelines.
 
         Raises:
             InputError: The file cannot be written.
@@ -360,7 +293,7 @@ class TimelineOutput:
         return TieringOffloadingSpec(replace(spec.config, explain_requests=kept))
 
     def watch(self, number: int, timeline: RequestTimeline) -> None:
-        """Process a finished timeline of pass `number`."""
+        """Write a finished timeline of pass `number`; keep the explained one for printing."""
         name, _, _ = timeline.req_id.partition("/")
         if name == f"request-{self._explained}":
             self._texts.append(f"pass {number}, {timeline}")

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvoffload_async.cli.command import CommandOptions, argument, flag
-from kvoffload_async.cli.inputs import JsonInputError, parse_json, parse_tier, parse_yaml
+from kvoffload_async.cli.inputs import parse_json, parse_tier, parse_yaml
 from kvoffload_async.config import OffloadConfig, parse_size_bytes
 from kvoffload_async.errors import InputError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
+from kvoffload_async.replay.source import STDIN
 from kvoffload_async.runtime.buffer import row_stride_bytes
 from kvoffload_async.runtime.machine import temporary_directory
 
@@ -45,22 +46,22 @@ class ScratchFolder(ExitStack):
         return self.enter_context(folder)
 
 
-STDIN = "-"
 CONFIG_VARIABLE = "KVOFFLOAD_CONFIG"
 """The environment variable that names the configuration file if no option does."""
 YAML_SUFFIXES = frozenset({".yaml", ".yml"})
 DEFAULT_BLOCK_BYTES = 16 * 1024
 MODEL = "replay"
-"""Default model name: a replay derives the bytes of a block from its key alone."""
+"""Default model name: a replay derives the bytes of a block only from its key."""
 BUILT_IN_PRIMARY_BLOCKS = 256
 TRACE_PRIMARY_BLOCKS = 10_000
+_MOST_CONCURRENT: Final = 1 << 16
 BUILT_IN_TIER = "fs"
 BUILT_IN_PASSES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Flags(CommandOptions):
-    """The requests of a replay, and the options of its engine; None for those not given."""
+class ReplayFlags(CommandOptions):
+    """The options of `kvoffload replay`; engine options that are not given are None."""
 
     trace: Path | None = argument(
         "Trace file of JSON lines with hash_ids; - reads standard input. Default: a built-in chat "
@@ -88,15 +89,59 @@ class Flags(CommandOptions):
         metavar="FILE",
         envvar=CONFIG_VARIABLE,
     )
-
-    @property
-    def is_built_in(self) -> bool:
-        """Whether the built-in workload runs, which has a default tier and primary size."""
-        return self.trace is None
+    limit: int | None = flag(None, "Replay only the first N requests.", metavar="N", min=1)
+    passes: int | None = flag(
+        None,
+        "Replay the trace N times, each time with a new engine over the same tiers. Default: 1; "
+        "2 for the built-in workload with its built-in tier.",
+        metavar="N",
+        min=1,
+    )
+    concurrency: int = flag(
+        1, "Number of concurrent requests.", metavar="K", min=1, max=_MOST_CONCURRENT
+    )
+    engine: str = flag(
+        "sync",
+        "API to drive: sync, the connector for schedulers, step by step; or async, OffloadEngine "
+        "on an event loop.",
+        metavar="sync|async",
+    )
+    device: str = flag(
+        "cpu",
+        "Location of the device memory: the host, or a CUDA device.",
+        metavar="cpu|cuda",
+    )
+    device_blocks: int | None = flag(
+        None,
+        "Give the device N blocks and a prefix cache. Default: enough blocks for the concurrent "
+        "requests, and no prefix cache.",
+        metavar="N",
+        min=1,
+    )
+    json: str | None = flag(
+        None, "Write the figures as JSON; - is standard output.", metavar="PATH|-"
+    )
+    explain: int | None = flag(
+        None,
+        "Print the timeline of request N in each pass; the first request is 0.",
+        metavar="N",
+        min=0,
+    )
+    trace_out: str | None = flag(
+        None, "Write the timelines of all requests as trace events for Perfetto.", metavar="FILE"
+    )
+    plot: Path | None = flag(
+        None, "Plot the replay over time; needs kvoffload-async[plot].", metavar="PNG"
+    )
+    report: Path | None = flag(
+        None,
+        "Write a page with figures and plots; needs kvoffload-async[plot].",
+        metavar="HTML",
+    )
 
 
 _MAX_CONFIG_BYTES: Final = 1 << 24
-"""Stops reading of a device or file that is no configuration."""
+"""Maximum size of a configuration; ends the reading of a device or a wrong file."""
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -113,16 +158,17 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         with nullcontext(sys.stdin.buffer) if is_stdin else path.open("rb") as file:
             content = file.read(_MAX_CONFIG_BYTES + 1)
-        if len(content) > _MAX_CONFIG_BYTES:
-            raise InputError(f"{name}: a configuration has at most {_MAX_CONFIG_BYTES} bytes")
+    except OSError as error:
+        raise InputError(f"{name}: cannot be read: {error.strerror or error}") from error
+    if len(content) > _MAX_CONFIG_BYTES:
+        raise InputError(f"{name}: a configuration has at most {_MAX_CONFIG_BYTES} bytes")
+    try:
         text = content.decode()
         is_yaml = path.suffix in YAML_SUFFIXES or (is_stdin and not text.lstrip().startswith("{"))
         config = parse_yaml(text) if is_yaml else parse_json(text)
-    except OSError as error:
-        raise InputError(f"{name}: cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise InputError(f"{name}: not JSON: {error}") from error
-    except JsonInputError as error:
+    except InputError as error:
         raise InputError(f"{name}: {error}") from error
     if not isinstance(config, dict):
         expected = "YAML mapping" if is_yaml else "JSON object"
@@ -130,7 +176,7 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def resolve(flags: Flags, scratch: ScratchFolder) -> TieringOffloadingSpec:
+def resolve(flags: ReplayFlags, scratch: ScratchFolder) -> TieringOffloadingSpec:
     """Return the spec of a replay; flags override the file, which overrides the defaults.
 
     Args:
@@ -150,7 +196,7 @@ def resolve(flags: Flags, scratch: ScratchFolder) -> TieringOffloadingSpec:
         config["eviction_policy"] = flags.policy
     if flags.tiers:
         config["secondary_tiers"] = [parse_tier(text) for text in flags.tiers]
-    elif flags.is_built_in and "secondary_tiers" not in config:
+    elif flags.trace is None and "secondary_tiers" not in config:
         config["secondary_tiers"] = [{"type": BUILT_IN_TIER, "root_dir": f"{scratch.path}/fs"}]
     config.setdefault("model", MODEL)
     config.setdefault("block_bytes", DEFAULT_BLOCK_BYTES)
@@ -158,13 +204,13 @@ def resolve(flags: Flags, scratch: ScratchFolder) -> TieringOffloadingSpec:
     return TieringOffloadingSpec(config)
 
 
-def _size_primary(config: dict[str, Any], flags: Flags) -> None:
-    """Size the primary for exactly the wanted number of blocks, padding of rows included."""
+def _size_primary(config: dict[str, Any], flags: ReplayFlags) -> None:
+    """Size the primary for exactly the wanted number of blocks, including the rows' padding."""
     num_blocks = flags.primary_blocks
     if num_blocks is None:
         if "cpu_bytes_to_use" in config:
             return
-        num_blocks = BUILT_IN_PRIMARY_BLOCKS if flags.is_built_in else TRACE_PRIMARY_BLOCKS
+        num_blocks = BUILT_IN_PRIMARY_BLOCKS if flags.trace is None else TRACE_PRIMARY_BLOCKS
     checked = OffloadConfig.parse({**config, "cpu_bytes_to_use": 1})
     stride_bytes = row_stride_bytes(checked.block_bytes, checked.num_workers)
     config["cpu_bytes_to_use"] = num_blocks * stride_bytes

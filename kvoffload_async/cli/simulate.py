@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -9,8 +10,6 @@ from pathlib import Path
 from typing import Final
 
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from kvoffload_async.cli.command import CommandOptions, argument, finish, flag, running
 from kvoffload_async.cli.output import (
@@ -18,8 +17,8 @@ from kvoffload_async.cli.output import (
     check_picture,
     check_writable,
     drawing_module,
+    figures_table,
     publish,
-    shown,
 )
 from kvoffload_async.cli.replay_report import PLOT
 from kvoffload_async.config import one_of
@@ -31,7 +30,7 @@ from kvoffload_async.replay.simulation import LRU, Simulation
 from kvoffload_async.replay.source import TraceFile
 
 _MOST_BLOCKS: Final = 100_000_000
-_MOST_CHARS: Final = 32
+_INTEGER: Final = re.compile(r"\s*\d{1,32}\s*", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,10 +103,8 @@ def simulate(given: SimulateOptions) -> None:
 
 
 def _capacities(text: str | None) -> list[int]:
-    if text is None:
-        return []
-    values = [value.strip() for value in text.split(",")]
-    if not all(map(_is_capacity, values)):
+    values = [] if text is None else text.split(",")
+    if not all(_INTEGER.fullmatch(value) and 0 < int(value) <= _MOST_BLOCKS for value in values):
         raise InputError(
             f"--capacity {abbreviated(text)} is not valid; give numbers of blocks from 1 to "
             f"{_MOST_BLOCKS}, separated by commas"
@@ -115,21 +112,12 @@ def _capacities(text: str | None) -> list[int]:
     return list(map(int, values))
 
 
-def _is_capacity(text: str) -> bool:
-    # Python parses no number of thousands of digits.
-    return text.isdecimal() and len(text) <= _MOST_CHARS and 0 < int(text) <= _MOST_BLOCKS
-
-
 def _print_table(found: Simulation, console: Console) -> None:
-    table = Table(
-        title=f"{found.requests:,} requests, {found.block_refs:,} block references",
-        title_justify="left",
-    )
-    for name in ("policy", "capacity", "hits", "prefix hits", "optimum", "gap closed", "writes"):
-        table.add_column(name, justify="left" if name == "policy" else "right")
-    for row in found.rows:
-        table.add_row(
-            Text(shown(row.policy)),
+    title = f"{found.requests:,} requests, {found.block_refs:,} block references"
+    head = ("policy", "capacity", "hits", "prefix hits", "optimum", "gap closed", "writes")
+    rows = (
+        (
+            row.policy,
             f"{row.capacity:,}",
             f"{row.hit_ratio:.4f}",
             f"{row.prefix_hit_ratio:.4f}",
@@ -137,7 +125,9 @@ def _print_table(found: Simulation, console: Console) -> None:
             "" if row.gap_closed is None else f"{row.gap_closed:.1%}",
             f"{row.writes:,}",
         )
-    console.print(table)
+        for row in found.rows
+    )
+    console.print(figures_table(title, head, rows))
     console.print(
         f"An endless cache finds {found.endless_hit_ratio:.4f}; LRU finds 90 % of that from "
         f"{found.blocks_for_90_percent:,} blocks on, of {found.distinct_blocks:,}.",

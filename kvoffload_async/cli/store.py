@@ -8,7 +8,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -18,7 +18,6 @@ from rich.console import Console
 
 from kvoffload_async.abc.maintenance import (
     MAX_LISTED,
-    Finding,
     Findings,
     GcOptions,
     MaintenanceControl,
@@ -29,16 +28,13 @@ from kvoffload_async.abc.maintenance import (
 from kvoffload_async.cli.command import (
     EXIT_INTERRUPTED,
     CommandOptions,
-    Interrupt,
     argument,
     command,
-    errors_as_one_line,
     finish,
     flag,
     running,
 )
-from kvoffload_async.cli.output import shown, summary_tables
-from kvoffload_async.cli.progress import Gauge, progress_bar
+from kvoffload_async.cli.output import Gauge, progress_bar, shown, summary_tables
 from kvoffload_async.config import parse_size_bytes
 from kvoffload_async.errors import InputError
 from kvoffload_async.facade.maintenance import find_stores, maintenance_kinds
@@ -121,7 +117,7 @@ Call: TypeAlias = Callable[[StoreMaintenance, MaintenanceControl], Findings]
 
 @dataclass(slots=True)
 class StoreReport:
-    """The findings about one store.
+    """The findings of a maintenance command about one store.
 
     Attributes:
         store: The store.
@@ -137,7 +133,7 @@ class StoreReport:
 
     @property
     def stopped_after(self) -> str:
-        """Position for `--after`; empty if the work was not stopped, or cannot be resumed."""
+        """Position for `--after`; empty if the command was not stopped, or cannot be resumed."""
         return "" if self.summary is None else self.summary.stopped_after
 
     @property
@@ -148,15 +144,12 @@ class StoreReport:
         if self.num_unlisted:
             yield f"{self.store.name}: and {self.num_unlisted:,} more; see --verbose"
 
-    def take_in(self, finding: Finding, max_listed: int | None) -> None:
-        """Record a finding; problems are listed up to `max_listed`, and counted beyond that."""
-        if isinstance(finding, Summary):
-            self.summary = finding
-        elif isinstance(finding, Problem):
-            if max_listed is None or len(self.problems) < max_listed:
-                self.problems.append(finding)
-            else:
-                self.num_unlisted += 1
+    def add(self, problem: Problem, max_listed: int | None) -> None:
+        """Record a problem; it is listed up to `max_listed`, and counted beyond that."""
+        if max_listed is None or len(self.problems) < max_listed:
+            self.problems.append(problem)
+        else:
+            self.num_unlisted += 1
 
 
 def look_after(given: StoreOptions, title: str, call: Call, *, shows_part: bool = False) -> None:
@@ -166,7 +159,15 @@ def look_after(given: StoreOptions, title: str, call: Call, *, shows_part: bool 
         typer.Exit: The command was interrupted, the input is bad, or a store has a problem.
     """
     with running(given) as (console, interrupt):
-        with _followed(console, title, interrupt, given) as control:
+        gauge = Gauge()
+        control = MaintenanceControl(
+            expect=gauge.expect,
+            advance=gauge.advance,
+            should_stop=lambda: interrupt.is_requested,
+            max_listed=None if given.verbose else MAX_LISTED,
+            resume_after=given.after if isinstance(given, VerifyOptions) else "",
+        )
+        with progress_bar(console, gauge.fraction_done, title):
             reports = _run(given, call, control)
         stopped_after = next(filter(None, (report.stopped_after for report in reports)), "")
         if stopped_after:
@@ -178,24 +179,8 @@ def look_after(given: StoreOptions, title: str, call: Call, *, shows_part: bool 
     finish(complaints, interrupted=interrupt.is_requested)
 
 
-@contextmanager
-def _followed(
-    console: Console, title: str, interrupt: Interrupt, given: StoreOptions
-) -> Iterator[MaintenanceControl]:
-    gauge = Gauge()
-    with progress_bar(console, lambda: gauge.fraction_done, title) as on_change:
-        gauge.on_change = on_change
-        yield MaintenanceControl(
-            expect=gauge.expect,
-            advance=gauge.advance,
-            should_stop=lambda: interrupt.is_requested,
-            max_listed=None if given.verbose else MAX_LISTED,
-            resume_after=given.after if isinstance(given, VerifyOptions) else "",
-        )
-
-
 def _run(given: StoreOptions, call: Call, control: MaintenanceControl) -> list[StoreReport]:
-    """Run the operation and return a report per store.
+    """Run the maintenance operation on every store, and return a report per store.
 
     Raises:
         InputError: There is no store, or a store cannot be read.
@@ -213,24 +198,31 @@ async def _find_and_call(
     reports: list[StoreReport] = []
     # All operations are created before the first one runs, because that validates the options.
     stores = await find_stores(given.directory)
-    if isinstance(given, VerifyOptions) and given.key_file is not None:
-        for store in stores:
+    for store in stores:
+        if control.resume_after and not store.resumes:
+            raise InputError(
+                f"--after is for object stores; a {store.tier_type} store cannot resume"
+            )
+        if isinstance(given, VerifyOptions) and given.key_file is not None:
             store.use_integrity_key_file(str(given.key_file))
     calls = [(store, call(store, control)) for store in stores]
     for store, iterator in calls:
         # A store that can resume is called even then, to report the position.
         if control.should_stop() and not store.resumes:
             break
-        reports.append(StoreReport(store))
+        report, name = StoreReport(store), shown(store.name)
+        reports.append(report)
         async with aclosing(iterator) as findings:
-            logger.info("%s: a store of the %s tier", shown(store.name), store.tier_type)
+            logger.info("%s: a store of the %s tier", name, store.tier_type)
             began_s = time.monotonic()
             async for finding in findings:
-                reports[-1].take_in(finding, control.max_listed)
-                if isinstance(finding, Problem):
-                    logger.info("%s: %s", shown(store.name), shown(finding.text))
-            logger.info("%s: done after %.1f s", shown(store.name), time.monotonic() - began_s)
-        if reports[-1].stopped_after:
+                if isinstance(finding, Summary):
+                    report.summary = finding
+                elif isinstance(finding, Problem):
+                    report.add(finding, control.max_listed)
+                    logger.info("%s: %s", name, shown(finding.text))
+            logger.info("%s: done after %.1f s", name, time.monotonic() - began_s)
+        if report.stopped_after:
             break
     return reports
 
@@ -268,7 +260,7 @@ def inspect(given: StoreOptions) -> None:
 @command(store_app, VerifyOptions)
 def verify(given: VerifyOptions) -> None:
     """Read every block and check its length and checksum. Read-only."""
-    look_after(given, "verify", lambda store, control: _resumable(store, control).verify(control))
+    look_after(given, "verify", lambda store, control: store.verify(control))
 
 
 @command(store_app, GcFlags)
@@ -279,7 +271,8 @@ def gc(given: GcFlags) -> None:
     without blocks. Files of running writers are kept. The byte count that fs tiers share is
     corrected.
     """
-    with errors_as_one_line():
+
+    def call(store: StoreMaintenance, control: MaintenanceControl) -> Findings:
         options = GcOptions(
             older_than_s=given.older_than,
             corrupt=given.corrupt,
@@ -288,20 +281,11 @@ def gc(given: GcFlags) -> None:
             max_age_s=given.max_age,
             keep_bytes=None if given.keep is None else parse_size_bytes(given.keep, "--keep"),
         )
-
-    def call(store: StoreMaintenance, control: MaintenanceControl) -> Findings:
         if (given.max_age, given.keep) != (None, None) and not store.bounds_blocks:
             raise InputError(
                 f"--max-age and --keep are for object stores; bound a {store.tier_type} store by "
                 "its tier's capacity_bytes"
             )
-        return _resumable(store, control).gc(options, control)
+        return store.gc(options, control)
 
     look_after(given, "gc", call, shows_part=True)
-
-
-def _resumable(store: StoreMaintenance, control: MaintenanceControl) -> StoreMaintenance:
-    """Return the store; raises InputError if `--after` is given but the store cannot resume."""
-    if control.resume_after and not store.resumes:
-        raise InputError(f"--after is for object stores; a {store.tier_type} store cannot resume")
-    return store

@@ -6,7 +6,7 @@ import json
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from operator import attrgetter
 from pathlib import Path
@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvoffload_async.cli.command import EXIT_INTERRUPTED, errors_as_one_line
-from kvoffload_async.cli.output import shown
+from kvoffload_async.cli.output import shown, size_text
 from kvoffload_async.errors import InputError
 from kvoffload_async.statistics import (
     EngineStatistics,
@@ -27,7 +27,7 @@ from kvoffload_async.statistics import (
     PrimaryStatistics,
     TierStatistics,
 )
-from kvoffload_async.status.changes import Readings, TierCount
+from kvoffload_async.status.changes import Readings
 from kvoffload_async.status.client import NoAnswerError, ask, parse_report
 from kvoffload_async.status.server import SOCKET_VARIABLE
 
@@ -36,7 +36,6 @@ WIDE: Final = 110
 MAX_TIERS: Final = 8
 MAX_SLOWEST: Final = 5
 _BAR_CHARS: Final = 24
-_UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _LETTERS: Final = ("", "K", "M", "G", "T", "P")
 _NARROW_NAME, _WIDE_NAME = 12, 24
 _LEAST_LATENCIES: Final = 4
@@ -45,7 +44,7 @@ _LEAST_LATENCIES: Final = 4
 def picture(
     readings: Readings, *, width: int, height: int, path: str, complaint: str = ""
 ) -> RenderableType:
-    """Return the contents of the screen.
+    """Return the contents of the screen, from the latest readings.
 
     Args:
         readings: The readings so far, at least one.
@@ -55,33 +54,31 @@ def picture(
         complaint: Why the last reading failed; empty if it did not.
     """
     stats = readings.last.statistics
-    top: list[RenderableType] = [
+    parts: list[RenderableType] = [
         _title(readings, path, width),
-        Text(shown(complaint), style="bold red", no_wrap=True, overflow="ellipsis")
-        if complaint
-        else Text(),
+        Text(shown(complaint), style="bold red", no_wrap=True, overflow="ellipsis"),
         *_primary(stats.primary),
         *_requests(readings, stats),
     ]
-    used = len(top)
     if isinstance(stats, EngineStatistics):
-        top.append(_device(stats))
-        used += 1
+        parts.append(_device(stats))
+    room = height - len(parts) - 2
     remarks: list[str] = []
     if stats.tiers:
-        top += [Text(), _tiers(readings, stats.tiers, is_wide=width >= WIDE)]
-        used += 2 + min(len(stats.tiers), MAX_TIERS + 1)
+        tiers = _tiers(readings, stats.tiers, is_wide=width >= WIDE)
+        parts += [Text(), tiers]
+        room -= 2 + tiers.row_count
         for remark in _remarks(stats.tiers, readings.last.time_s):
             remarks += textwrap.wrap(remark, width, subsequent_indent="  ")
     slowest = _slowest(readings)
     if slowest is not None:
-        used += 2 + min(len(readings.last.slowest or ()), MAX_SLOWEST)
-    remarks = remarks[: max(1, height - used - 2 - _LEAST_LATENCIES)]
-    top += [Text(line, style="red") for line in remarks]
+        room -= 2 + slowest.row_count
+    remarks = remarks[: max(1, room - _LEAST_LATENCIES)]
+    parts += [Text(line, style="red") for line in remarks]
     if slowest is not None:
-        top += [Text(), slowest]
-    room = max(_LEAST_LATENCIES, height - used - len(remarks) - 2)
-    return Group(*top, Text(), _latencies(readings, room))
+        parts += [Text(), slowest]
+    room = max(_LEAST_LATENCIES, room - len(remarks))
+    return Group(*parts, Text(), _latencies(readings, room))
 
 
 def _title(readings: Readings, path: str, width: int) -> Text:
@@ -89,10 +86,8 @@ def _title(readings: Readings, path: str, width: int) -> Text:
     since = timedelta(seconds=int(report.uptime_s))
     name = report.model or "engine"
     parts = [f"pid {report.pid}", f"up {since}", path]
-    if report.statistics.runtime is not None:
-        runtime = report.statistics.runtime
-        if width >= WIDE:
-            parts.append(f"kvoffload {runtime.version}, Python {runtime.python}")
+    if (runtime := report.statistics.runtime) is not None and width >= WIDE:
+        parts.append(f"kvoffload {runtime.version}, Python {runtime.python}")
     line = Text.assemble((shown(name), "bold"), (shown("  " + "  ".join(parts)), "dim"))
     line.truncate(width, overflow="ellipsis")
     return line
@@ -103,7 +98,7 @@ def _primary(primary: PrimaryStatistics) -> Iterator[Text]:
     taken = primary.num_slots - slots.free
     full = min(1.0, max(0.0, taken / primary.num_slots)) if primary.num_slots else 0.0
     filled = round(full * _BAR_CHARS)
-    size = f" of {_size(primary.capacity_bytes)}" if primary.row_bytes else ""
+    size = f" of {size_text(primary.capacity_bytes)}" if primary.row_bytes else ""
     yield Text.assemble(
         ("primary   ", "bold"),
         ("█" * filled, "green" if full < 1 else "yellow"),
@@ -167,11 +162,11 @@ def _tiers(readings: Readings, tiers: Sequence[TierStatistics], *, is_wide: bool
 def _tier(
     readings: Readings, index: int, tier: TierStatistics, *, is_wide: bool
 ) -> Iterator[str | Text]:
-    def of(count: TierCount) -> float:
+    def of(count: Callable[[TierStatistics], float]) -> float:
         return readings.grown(lambda stats: count(stats.tiers[index]))
 
     def per_second(name: str) -> str:
-        return _short(readings.tier_rate(index, attrgetter(name)), 1024)
+        return _short(readings.rate(lambda stats: getattr(stats.tiers[index], name)), 1024)
 
     asked = of(lambda tier: tier.hits + tier.misses)
     yield Text(shown(tier.name))
@@ -191,7 +186,7 @@ def _tier(
 
 
 def _remarks(tiers: Sequence[TierStatistics], now_s: float) -> Iterator[str]:
-    """Yield a text for each tier that is not open or suspended, with the reason."""
+    """Yield a text for each tier that is suspended or not open, with the reason."""
     for tier in tiers:
         for direction, reason in tier.breaker_reasons.items():
             yield shown(f"{tier.name}: {direction}s are suspended: {reason}")
@@ -204,7 +199,7 @@ def _remarks(tiers: Sequence[TierStatistics], now_s: float) -> Iterator[str]:
 
 
 def _slowest(readings: Readings) -> Table | None:
-    """Return the table of the slowest requests; None if the engine records none."""
+    """Return the table of the slowest requests; None if the engine has reported none."""
     if not readings.last.slowest:
         return None
     table = _table()
@@ -241,7 +236,7 @@ def _asked_blocks(stats: OffloadingStatistics) -> float:
 
 
 def _lost_blocks(tier: TierStatistics) -> int:
-    """Return the blocks that the tier should have stored; those of a reset do not count."""
+    """Return the number of blocks that the tier failed to store, apart from resets."""
     return tier.dropped.get("evicted", 0) + tier.failed_store_blocks
 
 
@@ -275,7 +270,7 @@ def _count(number: float) -> str:
 
 
 def _short(number: float, factor: int = 1000) -> str:
-    """Return a number in at most four characters; for bytes, pass a factor of 1024."""
+    """Format a number in at most four characters; for bytes, pass a factor of 1024."""
     unit = 0
     while number >= 999.5 and unit < len(_LETTERS) - 1:  # noqa: PLR2004 - else it is 1000
         number /= factor
@@ -284,18 +279,8 @@ def _short(number: float, factor: int = 1000) -> str:
     return f"{number:.{digits}f}{_LETTERS[unit]}"
 
 
-def _size(num_bytes: float) -> str:
-    """Return a size with about three digits."""
-    unit = 0
-    while num_bytes >= 999.5 and unit < len(_UNITS) - 1:  # noqa: PLR2004 - else it is 1000
-        num_bytes /= 1024
-        unit += 1
-    digits = 0 if not unit or num_bytes >= 99.5 else 1  # noqa: PLR2004 - three digits
-    return f"{num_bytes:.{digits}f} {_UNITS[unit]}" if num_bytes else "0"
-
-
 def _seconds(seconds: float) -> str:
-    """Return a duration with about three digits."""
+    """Format a duration with about three digits."""
     for factor, unit in ((1e6, "us"), (1e3, "ms"), (1.0, "s")):
         value = seconds * factor
         if value < 999.5 or unit == "s":  # noqa: PLR2004 - else it is 1000
@@ -362,7 +347,7 @@ def _watch(console: Console, path: str, interval_s: float) -> NoReturn:
 
 
 def _read_again(readings: Readings, path: str, *, is_first: bool = False) -> str:
-    """Take another reading; return an empty text, or why the reading failed.
+    """Read the engine's statistics again; return why the reading failed, or an empty text.
 
     Raises:
         InputError: The first answer is not an engine's.

@@ -13,12 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import inf
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
-from kvoffload_async.tables.arrays import integers
-from kvoffload_async.tables.keymap import KeyTable
-from kvoffload_async.tables.lists import FreeNumbers, NumberLists
+from kvoffload_async.tables.keymap import KeyMap
 from kvoffload_async.types import OffloadKey, ReqContext, get_offload_group_idx
+
+if TYPE_CHECKING:
+    from kvoffload_async.policies.reuse import ReuseModel
+
+
+def in_prompt_order(
+    keys: Iterable[OffloadKey], positions: Mapping[OffloadKey, int]
+) -> list[OffloadKey]:
+    """Sort keys by prompt position; keys without a position follow, in the given order."""
+    return sorted(keys, key=lambda key: positions.get(key, inf)) if positions else list(keys)
 
 
 def longest_fitting_prefix(
@@ -64,7 +72,7 @@ def prefix_test(
     used: Collection[OffloadKey],
     positions: Mapping[OffloadKey, int],
 ) -> Callable[[OffloadKey], bool]:
-    """Return a predicate: whether a request has used a key that precedes `wanted` in its prompt.
+    """Return a test for keys that a request has used and that precede `wanted` in its prompt.
 
     The request must not evict these blocks to store `wanted`.
     """
@@ -73,47 +81,23 @@ def prefix_test(
 
 
 LEAST_PROBABILITY: Final = 0.198
-"""Probability of reuse from which a block is written. On a trace of a chat service, a large tier
-has 7 % fewer hits at 0.25, 1.03 % at 0.2, and 0.8 % here, for 84 % of the writes; a small tier has
-12 % more hits than with everything, for 57 % of the writes, at 0.2 as here."""
+"""Minimum probability of reuse at which a tier stores a block. On a trace of a chat service, a
+large tier has 7 % fewer hits at 0.25, 1.03 % at 0.2, and 0.8 % here, for 84 % of the writes; a
+small tier has 12 % more hits than with everything, for 57 % of the writes, at 0.2 as here."""
 _KEPT_PER_REQUEST: Final = 0.999
-"""Part of the counts of stored blocks that a request keeps."""
-
-
-class ReuseEstimates(Protocol):
-    """What is known of the reuse of blocks; `policies.reuse.ReuseModel`."""
-
-    def prompt(self, positions: dict[OffloadKey, int], keys: Sequence[OffloadKey]) -> Any:  # noqa: ANN401
-        """Describe a request's prompt."""
-        ...
-
-    def classes(self, keys: Sequence[OffloadKey], prompt: Any) -> list[int]:  # noqa: ANN401
-        """Return the class that each block gets if the request uses it now."""
-        ...
-
-    def may_become(self, kind: int, prompt: Any) -> Iterable[int]:  # noqa: ANN401
-        """Return the other classes that a block may have when its request ends."""
-        ...
-
-    def record(self, keys: Sequence[OffloadKey], prompt: Any, is_cached: Sequence[bool]) -> Any:  # noqa: ANN401
-        """Record a request's uses."""
-        ...
-
-    def reuse_within(self, kind: int, num_requests: float) -> float:
-        """Return the probability that a block just used is used again within so many requests."""
-        ...
+"""Factor by which the counts of stored blocks decay at each request's end."""
 
 
 class Admission:
-    """Decides for the tiers that store only blocks that are likely to be used again.
+    """Decides which blocks to store in tiers that store only blocks likely to be used again.
 
     Not thread-safe; call only from the owner's thread.
     """
 
     def __init__(
-        self, estimates: ReuseEstimates, capacities: Sequence[float | None], *, feeds: bool
+        self, estimates: ReuseModel, capacities: Sequence[float | None], *, feeds: bool
     ) -> None:
-        """Start without writes.
+        """Start with no stored blocks counted.
 
         Args:
             estimates: The estimates of reuse.
@@ -130,7 +114,7 @@ class Admission:
     def split(
         self, index: int, ctx: ReqContext, keys: Sequence[OffloadKey], *, is_final: bool
     ) -> tuple[Sequence[OffloadKey], Sequence[OffloadKey]]:
-        """Return the blocks that a tier stores, and those to ask about when the request ends.
+        """Return the blocks that a tier stores now, and those to decide on when the request ends.
 
         Args:
             index: The tier.
@@ -154,7 +138,7 @@ class Admission:
         return stored, undecided
 
     def stores(self, kind: int) -> bool:
-        """Return whether some tier stores blocks of a class; call only if every tier is choosy."""
+        """Return whether some tier stores blocks of a class; call only if all are selective."""
         return any(self._is_likely(index, kind) for index in range(len(self._capacities)))
 
     def note_stored(self, index: int, count: int) -> None:
@@ -162,19 +146,18 @@ class Admission:
         self._stored[index] += count
 
     def end_request(self, ctx: ReqContext, used: Collection[OffloadKey]) -> None:
-        """Note that a request has ended, with the blocks that it used."""
+        """Record the end of a request and the blocks that it used."""
         self._stored = [count * _KEPT_PER_REQUEST for count in self._stored]
         self._requests = self._requests * _KEPT_PER_REQUEST + 1
         self._probabilities.clear()
         if self._feeds and used:
             positions = ctx.key_positions
-            last = max(positions.values(), default=0) + 1
-            keys = sorted(used, key=lambda key: positions.get(key, last))
+            keys = in_prompt_order(used, positions)
             prompt = self._estimates.prompt(positions, keys)
             self._estimates.record(keys, prompt, [False] * len(keys))
 
     def residence_requests(self, index: int) -> float:
-        """Return how many requests a block stored now stays in a tier, at the present rate."""
+        """Estimate for how many requests a newly stored block stays in a tier, at current rates."""
         capacity = self._capacities[index]
         if capacity is None or not self._stored[index]:
             return inf
@@ -189,42 +172,35 @@ class Admission:
 
 
 class AdmissionFilter:
-    """Admits a key at its `threshold`-th offer; remembers at most `tracked_keys` keys."""
+    """Admits a key at its `threshold`-th offer; remembers `tracked_keys` keys or more.
+
+    Two tables rotate, so that at most twice `tracked_keys` are remembered: keys are counted in the
+    new one, which becomes the old one when it is full.
+    """
 
     def __init__(self, threshold: int, tracked_keys: int = 64_000) -> None:
         self.threshold = threshold
         self.tracked_keys = tracked_keys
         self.clear()
 
+    def clear(self) -> None:
+        """Forget every offer."""
+        self._new, self._old = KeyMap(self.tracked_keys), KeyMap(self.tracked_keys)
+
     def admitted(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Return the keys that reach `threshold` offers, counting this one; records nothing."""
+        """Return the keys that reach `threshold` offers with the current one; records nothing."""
         counts = self._counts_with(keys)
         return [key for key, count in zip(keys, counts, strict=True) if count >= self.threshold]
 
     def offered(self, keys: Sequence[OffloadKey]) -> None:
-        """Count one offer of each key; at capacity, stop tracking the least recently offered."""
-        for key, count in zip(keys, self._counts_with(keys), strict=True):
-            number = self._table.get(key)
-            if number is not None:
-                self._oldest_first.remove([number])
-            else:
-                if not self._free.count:
-                    oldest = [next(self._oldest_first.walk())]
-                    self._oldest_first.remove(oldest)
-                    self._table.remove(oldest)
-                    self._free.give_back(oldest)
-                (number,) = self._free.take(1)
-                self._table.add([key], [number])
-            self._oldest_first.append([number])
-            self._counts[number] = count
-
-    def clear(self) -> None:
-        """Forget every offer."""
-        self._table = KeyTable(self.tracked_keys)
-        self._free = FreeNumbers(self.tracked_keys)
-        self._oldest_first = NumberLists(self.tracked_keys)
-        self._counts = integers(self.tracked_keys)
+        """Count one offer of each key."""
+        keys = keys[-self.tracked_keys :]
+        counts = self._counts_with(keys)
+        if len(self._new) + len(keys) > self.tracked_keys:
+            self._old = self._new
+            self._new = KeyMap(self.tracked_keys)
+        self._new.update(keys, counts)
 
     def _counts_with(self, keys: Sequence[OffloadKey]) -> list[int]:
-        counts = self._counts
-        return [1 if n is None else counts[n] + 1 for n in self._table.find(keys)]
+        found = zip(self._new.find(keys), self._old.find(keys), strict=True)
+        return [(new or old or 0) + 1 for new, old in found]

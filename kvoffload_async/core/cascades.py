@@ -1,4 +1,4 @@
-"""Cascades: copies of stored blocks to the secondary tiers, and reports of their use.
+"""Cascades: copies of stored blocks to the secondary tiers, and reports of block reuse.
 
 A block without room in the copies to a tier is *pending* for the tier; it is queued by its slot.
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain, islice, repeat
+from math import inf
 from typing import Final
 
 from kvoffload_async.core.admission import Admission
@@ -52,13 +53,13 @@ class EngineContext:
         self._users: list[TierState] = []
 
     def within(self, tier: TierState) -> ReqContext:
-        """Return the request for a job or touch of the tier, and record that the tier uses it."""
+        """Return the engine's request for a tier's job or touch; record that the tier uses it."""
         if tier not in self._users:
             self._users.append(tier)
         return self.ctx
 
     def close(self) -> None:
-        """End the request in all tiers that used it; idempotent."""
+        """End the engine's request in all tiers that used it; idempotent."""
         users, self._users = self._users, []
         for tier in users:
             tier.finish_request(self.ctx)
@@ -87,7 +88,6 @@ class WriteBackQueue:
 
     Attributes:
         count: Number of pending blocks.
-        since_s: Time, in seconds, since when the queue has not been empty.
         new_blocks: Number of blocks added by the current step's stores.
         is_shut: Whether the tier was closed or suspended at the last check.
         is_wanted: Whether the tier accepts pending blocks; if so, they are protected.
@@ -97,14 +97,13 @@ class WriteBackQueue:
     """
 
     def __init__(self, num_slots: int, protect: Protect, unprotect: Protect) -> None:
-        """Start empty, for a primary of `num_slots` slots."""
+        """Create an empty queue for a primary of `num_slots` slots."""
         self._protect = protect
         self._unprotect = unprotect
         self._oldest_first = NumberLists(num_slots)
         self._marks = small_integers(num_slots)
         self._pause_s = _FIRST_PAUSE_S
         self.count = 0
-        self.since_s = 0.0
         self.new_blocks = 0
         self.is_shut = False
         self.is_wanted = True
@@ -113,13 +112,13 @@ class WriteBackQueue:
 
     # -- blocks ---------------------------------------------------------------------------------
 
-    def add(self, slots: Iterable[int], now_s: float) -> int:
-        """Queue the blocks in slots that are neither queued nor under way; return their number."""
+    def add(self, slots: Iterable[int]) -> int:
+        """Queue the blocks in `slots` that are not queued or under way; return the number added."""
         marks = self._marks
         new = [slot for slot in slots if not marks[slot] & (_PENDING | _UNDER_WAY)]
         for slot in new:
             marks[slot] |= _PENDING
-        self._append(new, now_s)
+        self._append(new)
         return len(new)
 
     def oldest(self, count: int) -> list[int]:
@@ -127,7 +126,7 @@ class WriteBackQueue:
         return list(islice(self._oldest_first.walk(), count))
 
     def began(self, slots: Sequence[int]) -> None:
-        """Mark the blocks in slots as under way and remove them from the queue."""
+        """Mark the blocks in `slots` as under way to the tier, and remove them from the queue."""
         marks = self._marks
         if self.count:
             pending = [slot for slot in slots if marks[slot] & _PENDING]
@@ -148,12 +147,11 @@ class WriteBackQueue:
             # The block may have become pending again while this copy ran.
             marks[slot] &= _PENDING | _PROTECTED
 
-    def failed(self, slots: Sequence[int], now_s: float, *, counts: bool) -> int:
+    def failed(self, slots: Sequence[int], *, counts: bool) -> int:
         """Queue blocks again after a failed copy; return the number of blocks that are given up.
 
         Args:
             slots: Slots of the blocks.
-            now_s: Time of the step, in seconds.
             counts: Whether the failure counts toward the `_MOST_TRIES` tries of each block.
         """
         marks = self._marks
@@ -170,7 +168,7 @@ class WriteBackQueue:
                 mark = 0
                 given_up += 1
             marks[slot] = mark
-        self._append(again, now_s)
+        self._append(again)
         return given_up
 
     def forget(self, slots: Iterable[int]) -> int:
@@ -224,7 +222,7 @@ class WriteBackQueue:
             self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
     def resume(self) -> None:
-        """End the pause and reset the back-off, after a successful store."""
+        """Resume stores to the tier and reset the back-off, after a successful store."""
         self.paused_until_s = 0.0
         self._pause_s = _FIRST_PAUSE_S
 
@@ -265,11 +263,9 @@ class WriteBackQueue:
 
     # -- internal -------------------------------------------------------------------------------
 
-    def _append(self, slots: Sequence[int], now_s: float) -> None:
+    def _append(self, slots: Sequence[int]) -> None:
         if not slots:
             return
-        if not self.count:
-            self.since_s = now_s
         self._oldest_first.append(slots)
         self.count += len(slots)
         if self.is_wanted:
@@ -294,7 +290,7 @@ Submit = Callable[[int, ReqContext, Sequence[OffloadKey], Sequence[int]], None]
 """Submits a cascade: tier index, context, keys, and their slots, which must be pinned."""
 
 LATE_BLOCKS_A_STEP: Final = 256
-"""Maximum number of pending blocks that a step submits to a tier, besides those it has added."""
+"""Maximum number of pending blocks that a step submits to a tier, plus the number it has queued."""
 
 _NO_REQUEST: Final = ReqContext("")
 
@@ -328,7 +324,7 @@ class Cascades:
         own: EngineContext,
         submit: Submit,
     ) -> None:
-        """Start with nothing pending.
+        """Start with no pending blocks.
 
         Args:
             primary: The primary tier.
@@ -347,15 +343,15 @@ class Cascades:
         ]
         """The pending blocks of each tier. Read-only."""
         self.parking: dict[ReqContext, RequestState] = {}
-        """The requests with parked keys, which other requests are writing."""
+        """The requests with parked keys, that is, keys that other requests are writing."""
         self._parked_for: dict[OffloadKey, list[RequestState]] = {}
         """Parked key -> requests that wait for its write to end."""
         self._written: list[OffloadKey] = []
         """Parked keys whose writes have ended in this step."""
         self.admission: Admission | None = None
-        """Decides what is worth storing; None: everything. Set before the first request."""
+        """Decides which blocks the tiers store; None: all blocks. Set before the first request."""
         self.on_declined: Callable[[ReqContext, int, int], None] | None = None
-        """Called with a request, a tier and the number of its blocks that the tier declines."""
+        """Called with a request, a tier and how many of the request's blocks the tier declines."""
         self._is_closed = False
 
     @property
@@ -373,58 +369,67 @@ class Cascades:
         """Whether blocks are pending for some tier."""
         return any(queue.count for queue in self.queues)
 
-    def wakes_in_s(self, now_s: float) -> float | None:
+    def wakes_in_s(self, now_s: float) -> float:
         """Return the seconds until a step can send a pending block.
 
-        None if no block is pending, or if all of them wait for a job to end. 0 also while a scan
+        Infinity if no block is pending or all of them wait for a job to end. 0 also while a scan
         of `WriteBackQueue.update_protection` is incomplete.
         """
-        soonest_s: float | None = None
+        soonest_s = inf
         for index, queue in enumerate(self.queues):
             if queue.protecting_from is not None:
                 return 0.0
             if queue.count and self._room_to_store(index):
-                wait_s = max(0.0, queue.paused_until_s - now_s)
-                soonest_s = wait_s if soonest_s is None else min(soonest_s, wait_s)
+                soonest_s = min(soonest_s, max(0.0, queue.paused_until_s - now_s))
         return soonest_s
 
     # -- stored blocks --------------------------------------------------------------------------
 
-    def offer(
-        self, index: int, request: RequestState, keys: Sequence[OffloadKey], now_s: float
-    ) -> None:
-        """Send the blocks that a tier admits; undecided ones are decided by `end_request`."""
-        if self.admission is not None:
-            offered = len(keys)
-            is_final = request.is_finished
-            keys, undecided = self.admission.split(index, request.ctx, keys, is_final=is_final)
-            request.undecided_blocks.setdefault(index, {}).update(dict.fromkeys(undecided))
-            self._decline(index, request.ctx, offered - len(keys) - len(undecided))
-        if keys:
-            self.send(index, request, keys, now_s)
-
-    def end_request(self, request: RequestState, now_s: float) -> None:
-        """Decide on a request's undecided blocks; call before the primary closes the request."""
+    def end_request(self, request: RequestState) -> None:
+        """Queue or decline a request's undecided blocks; call before `Primary.close_request`."""
         if self.admission is None:
             return
         for index, waiting in request.undecided_blocks.items():
             keys = tuple(waiting)
             stored, _ = self.admission.split(index, request.ctx, keys, is_final=True)
-            added = self.defer(index, stored, now_s)
+            added = self.defer(index, stored)
             self._decline(index, request.ctx, len(keys) - added)
         request.undecided_blocks.clear()
         self.admission.end_request(request.ctx, self._primary.used_by(request.ctx))
 
-    def defer_reused(self, index: int, keys: Sequence[OffloadKey], now_s: float) -> None:
-        """Queue reused blocks that a tier lacks, and admits."""
+    def defer_reused(self, index: int, keys: Sequence[OffloadKey]) -> None:
+        """Queue reused blocks for a tier that lacks them, as far as its admission accepts them."""
         if self.admission is not None:
             keys, _ = self.admission.split(index, _NO_REQUEST, keys, is_final=True)
-        self.defer(index, keys, now_s)
+        self.defer(index, keys)
 
     def send(
-        self, index: int, request: RequestState, keys: Sequence[OffloadKey], now_s: float
+        self,
+        index: int,
+        request: RequestState,
+        keys: Sequence[OffloadKey],
+        now_s: float,
+        *,
+        admits_all: bool = False,
     ) -> None:
-        """Cascade the longest prefix of readable keys that the tier takes now; queue the rest."""
+        """Cascade the longest prefix of readable keys that a tier takes now; queue the rest.
+
+        Args:
+            index: The tier.
+            request: The request.
+            keys: The keys.
+            now_s: Time of the step, in seconds.
+            admits_all: Whether to store all blocks; otherwise only those that the tier admits,
+                and `end_request` decides about the undecided ones.
+        """
+        if self.admission is not None and not admits_all:
+            offered = len(keys)
+            is_final = request.is_finished
+            keys, undecided = self.admission.split(index, request.ctx, keys, is_final=is_final)
+            request.undecided_blocks.setdefault(index, {}).update(dict.fromkeys(undecided))
+            self._decline(index, request.ctx, offered - len(keys) - len(undecided))
+            if not keys:
+                return
         queue = self.queues[index]
         taken = keys[:0]
         if not queue.count:  # new blocks must not overtake the pending ones
@@ -437,7 +442,7 @@ class Cascades:
             self._submit(index, request.ctx, taken, slots)
         rest = keys[len(taken) :]
         if rest:
-            queue.new_blocks += self.defer(index, rest, now_s)
+            queue.new_blocks += self.defer(index, rest)
 
     def send_present(
         self,
@@ -464,20 +469,20 @@ class Cascades:
             self._primary.on_write_ended = self._note_written
         self._send_to_request_level(request, readable, now_s)
 
-    def defer(self, index: int, keys: Sequence[OffloadKey], now_s: float) -> int:
-        """Queue the readable keys that are not under way for a tier; return their number."""
+    def defer(self, index: int, keys: Sequence[OffloadKey]) -> int:
+        """Queue readable keys for a tier, unless queued or under way; return the number added."""
         if self._is_closed:
             return 0
-        added = self.queues[index].add(self._primary.readable_slots(keys), now_s)
+        added = self.queues[index].add(self._primary.readable_slots(keys))
         self._watch_evictions()
         return added
 
-    def offer_faster(self, index: int, keys: Sequence[OffloadKey], now_s: float) -> None:
+    def offer_faster(self, index: int, keys: Sequence[OffloadKey]) -> None:
         """Queue blocks promoted from a tier for the faster tiers that are known to lack them."""
         for faster in range(index):
             lacking = self._tiers[faster].index.lacks(keys)
             if lacking:
-                self.defer(faster, lacking, now_s)
+                self.defer(faster, lacking)
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -586,7 +591,7 @@ class Cascades:
     ) -> None:
         if keys:
             for index in request.request_level_tiers:
-                self.send(index, request, keys, now_s)
+                self.send(index, request, keys, now_s, admits_all=True)
 
     def _send_pending_to(self, index: int, most: int, now_s: float) -> None:
         queue = self.queues[index]
@@ -624,7 +629,7 @@ class Cascades:
         queue.ended(s for s, key in zip(slots, job.keys, strict=True) if key in landed)
         # A failure during a suspension of the tier is not the block's fault: do not count it.
         counts = tier.may_store(now_s)
-        tier.counters.failed_store_blocks += queue.failed(missed, now_s, counts=counts)
+        tier.counters.failed_store_blocks += queue.failed(missed, counts=counts)
         self._watch_evictions()
 
     def _drop_all(self, reason: DropReason) -> None:
@@ -721,7 +726,7 @@ class Touches:
             if tier.index.is_exact:
                 lacking = tier.index.lacks(keys)
                 if lacking:
-                    self._cascades.defer_reused(index, lacking, now_s)
+                    self._cascades.defer_reused(index, lacking)
                     absent = frozenset(lacking)
                     present = [key for key in keys if key not in absent]
                 else:

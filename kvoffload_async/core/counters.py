@@ -1,11 +1,15 @@
-"""Counters of the core; `kvoffload_async.statistics` documents fields of the same names."""
+"""Counters of the core, and their copies for other threads.
+
+`kvoffload_async.statistics` documents fields of the same names.
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Final
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from operator import attrgetter
+from typing import Any, Final
 
 from kvoffload_async import errors
 from kvoffload_async.abc.events import JobFinished
@@ -17,6 +21,7 @@ from kvoffload_async.statistics import (
     OTHER_ERROR,
     SKIP_REASONS,
     DropReason,
+    DurationStatistics,
     HistogramStatistics,
     MissReason,
     SkipReason,
@@ -30,32 +35,24 @@ class Histogram:
     One thread may observe. Any thread may read without a lock, and may miss the latest duration.
     """
 
-    __slots__ = ("_count", "_counts", "_last_read", "_sum_s")
+    __slots__ = ("_counts", "_sum_s")
 
     def __init__(self) -> None:
         self._counts = [0] * (len(BUCKET_BOUNDS_S) + 1)
         self._sum_s = 0.0
-        self._count = 0
-        self._last_read = (0, HistogramStatistics())
-        """Cached result and its count, as most histograms are read more often than they change."""
 
     def observe(self, seconds: float) -> None:
         """Add a duration; a negative one, from a clock that was set back, counts as zero."""
         duration_s = seconds if seconds > 0 else 0.0
         self._counts[bisect_left(BUCKET_BOUNDS_S, duration_s)] += 1
         self._sum_s += duration_s
-        self._count += 1  # last: a changed count invalidates the copy that `read` has cached
 
     def __repr__(self) -> str:
-        return f"Histogram({self._count} durations, {self._sum_s} s)"
+        return f"Histogram({sum(self._counts)} durations, {self._sum_s} s)"
 
     def read(self) -> HistogramStatistics:
         """Return the current counts."""
-        count = self._count
-        if self._last_read[0] != count:
-            read = HistogramStatistics(counts=tuple(self._counts), sum_s=self._sum_s)
-            self._last_read = (count, read)
-        return self._last_read[1]
+        return HistogramStatistics(counts=tuple(self._counts), sum_s=self._sum_s)
 
 
 _OWN_ERRORS: Final = frozenset(error for error in vars(errors).values() if isinstance(error, type))
@@ -105,6 +102,28 @@ class PlannerCounters:
 
 
 @dataclass(slots=True)
+class JobDurations:
+    """Durations of the jobs of one direction; see `DurationStatistics`."""
+
+    total: Histogram = field(default_factory=Histogram)
+    queue: Histogram = field(default_factory=Histogram)
+    copy: Histogram = field(default_factory=Histogram)
+
+    def observe(self, seconds: float, queue_s: float | None) -> None:
+        """Record a job's duration and its time in the queue; `queue_s` is None if it never ran."""
+        self.total.observe(seconds)
+        if queue_s is not None:
+            self.queue.observe(queue_s)
+            self.copy.observe(seconds - queue_s)
+
+    def read(self) -> DurationStatistics:
+        """Return the current counts. Thread-safe, like `Histogram.read`."""
+        return DurationStatistics(
+            total=self.total.read(), queue=self.queue.read(), copy=self.copy.read()
+        )
+
+
+@dataclass(slots=True)
 class TierCounters:
     """Counters of one tier, updated by the planner or by a manager without a planner."""
 
@@ -123,6 +142,10 @@ class TierCounters:
     failed_jobs: int = 0
     failed_loads: int = 0
     failed_blocks: int = 0
+    corrupt_blocks: int = 0
+    missing_blocks: int = 0
+    evicted_blocks: int = 0
+    refused_keys: int = 0
     dropped_blocks: int = 0
     late_blocks: int = 0
     declined_blocks: int = 0
@@ -134,14 +157,11 @@ class TierCounters:
     )
     dropped: dict[DropReason, int] = field(default_factory=lambda: dict.fromkeys(DROP_REASONS, 0))
     failed_jobs_by_error: dict[str, int] = field(default_factory=dict)
-
-    def submit(self, job: JobMetadata) -> None:
-        """Count a submitted job."""
-        self.submitted_jobs += 1
-        self.submitted_loads += job.is_promotion
+    load_seconds: JobDurations = field(default_factory=JobDurations)
+    store_seconds: JobDurations = field(default_factory=JobDurations)
 
     def count(self, job: JobMetadata, result: JobResult) -> None:
-        """Count a finished job."""
+        """Count a job and its result."""
         self.finished_jobs += 1
         self.finished_loads += job.is_promotion
         if not result.success:
@@ -159,52 +179,57 @@ class TierCounters:
             self.stored_bytes += num_bytes
             self.stored_blocks += landed
 
+    def count_copy(self, job: JobMetadata, event: JobFinished) -> None:
+        """Count a job whose copy has ended, which may be after its result."""
+        durations = self.load_seconds if job.is_promotion else self.store_seconds
+        durations.observe(event.seconds, event.queue_s)
+        for error in event.failures.values():
+            self.corrupt_blocks += isinstance(error, CorruptBlockError)
+            self.missing_blocks += isinstance(error, BlockMissingError)
+
     def drop(self, reason: DropReason, num_blocks: int) -> None:
         """Count pending blocks that were dropped before the tier stored them."""
         self.dropped_blocks += num_blocks
         self.dropped[reason] += num_blocks
 
 
-@dataclass(slots=True)
-class JobDurations:
-    """Durations of the jobs of one direction; see `DurationStatistics`."""
-
-    total: Histogram = field(default_factory=Histogram)
-    queue: Histogram = field(default_factory=Histogram)
-    copy: Histogram = field(default_factory=Histogram)
-
-    def observe(self, seconds: float, queue_s: float | None) -> None:
-        """Record a job's duration and its time in the queue; `queue_s` is None if it never ran."""
-        self.total.observe(seconds)
-        if queue_s is not None:
-            self.queue.observe(queue_s)
-            self.copy.observe(seconds - queue_s)
-
-
-@dataclass(slots=True)
-class TierObservations:
-    """Counters derived from a tier's events, whoever submits its jobs."""
-
-    corrupt_blocks: int = 0
-    missing_blocks: int = 0
-    evicted_blocks: int = 0
-    refused_keys: int = 0
-    load_seconds: JobDurations = field(default_factory=JobDurations)
-    store_seconds: JobDurations = field(default_factory=JobDurations)
-
-    def finished(self, job: JobMetadata, event: JobFinished) -> None:
-        """Record a finished job."""
-        durations = self.load_seconds if job.is_promotion else self.store_seconds
-        durations.observe(event.seconds, event.queue_s)
-        if event.failures:
-            self._failed(event.failures.values())
-
-    def _failed(self, failures: Iterable[Exception]) -> None:
-        for error in failures:
-            self.corrupt_blocks += isinstance(error, CorruptBlockError)
-            self.missing_blocks += isinstance(error, BlockMissingError)
-
-
 def _kind_of(error: Exception | None) -> str:
     """Return the class name of an error of this package, or "other"."""
     return type(error).__name__ if type(error) in _OWN_ERRORS else OTHER_ERROR
+
+
+Figures = tuple[Any, ...]
+"""Values of counters and gauges, copied from one object at one time; treat as immutable."""
+
+
+class FigureSet:
+    """Copies a fixed set of figures of an object (`take`), and assigns names to a copy (`named`).
+
+    The owner's thread calls `take` at the end of every step; any thread may call `named`.
+    """
+
+    def __init__(self, counters: type[Any], gauges: dict[str, str], *given: str) -> None:
+        """Select figures; their names equal those of the statistics' fields.
+
+        Args:
+            counters: Class of the object's `counters`; all of them are selected, except durations,
+                which any thread may read.
+            gauges: Name -> attribute path in the object, of further figures.
+            *given: Names of the values passed to `take`.
+        """
+        fresh = counters()
+        kinds = {each.name: type(getattr(fresh, each.name)) for each in fields(counters)}
+        paths = {name: f"counters.{name}" for name, kind in kinds.items() if kind is int} | gauges
+        self._num_immutable = len(paths)
+        paths |= {name: f"counters.{name}" for name, kind in kinds.items() if kind is dict}
+        self._get = attrgetter(*paths.values())  # far faster than getattr in a loop
+        self._names = (*paths, *given)
+
+    def take(self, source: object, *given: object) -> Figures:
+        """Copy the figures of an object, followed by the given values."""
+        figures, num_immutable = self._get(source), self._num_immutable
+        return (*figures[:num_immutable], *map(dict, figures[num_immutable:]), *given)
+
+    def named(self, taken: Figures) -> dict[str, Any]:
+        """Return copied figures by name."""
+        return dict(zip(self._names, taken, strict=True))

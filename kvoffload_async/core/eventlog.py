@@ -24,9 +24,10 @@ class EventLog:
 
     Attributes:
         entries: The collected events, not yet numbered.
+        medium: Medium of the blocks.
+        locality: Locality of the medium.
         ownership: See `OffloadingEvent`; applies to events that are taken from now on.
         dropped: Number of dropped events.
-        dropped_keys: Number of keys in the dropped events.
         announced: Blocks that were announced as stored and not as removed, also in events not yet
             taken; None if they are not tracked. Read-only.
     """
@@ -57,9 +58,8 @@ class EventLog:
         """
         self.ownership = ownership
         self.dropped = 0
-        self.dropped_keys = 0
-        self._medium = medium
-        self._locality = locality
+        self.medium = medium
+        self.locality = locality
         self._enabled = enabled
         self._announces_removals = announces_removals
         self.announced = KeyMap() if enabled and remembers else None
@@ -72,26 +72,26 @@ class EventLog:
     def add(
         self, keys: Collection[OffloadKey], *, removed: bool, metadata_only: bool = False
     ) -> None:
-        """Append an event about these blocks; without new information, append none."""
+        """Append an event about these blocks, unless it would report nothing new."""
         if not self._enabled:
             return
         news: Sequence[OffloadKey] = tuple(keys)
-        if self.announced is not None:
-            news = self._changed(news, self.announced, removed=removed)
+        if self.announced is not None and removed:
+            news = self.announced.discard_present(news)
+        elif self.announced is not None:
+            news = self.announced.change(news, self._epoch)
         if not news:
             return
         entries = self.entries
         entries.append(_Entry(news, removed, metadata_only))
         self._num_keys += len(news)
         while self._num_keys > self._bound and len(entries) > 1:
-            num_dropped = len(entries.popleft().keys)
-            self._num_keys -= num_dropped
-            self.dropped_keys += num_dropped
+            self._num_keys -= len(entries.popleft().keys)
             self.dropped += 1
             self._sequence += 1
 
     def announce_anew(self) -> None:
-        """Announce a block again the next time that it is stored; for consumers that lost state."""
+        """Announce each block again at its next store; for consumers that lost state."""
         self._epoch += 1
 
     def take(self, is_allocated: Callable[[OffloadKey], bool]) -> Iterator[OffloadingEvent]:
@@ -100,22 +100,9 @@ class EventLog:
         The events are removed before the first is yielded, so a partly consumed iterator cannot
         replay them. Metadata-only removals omit keys that have been allocated again.
         """
-        if not self.entries:
-            return iter(())
         batch, self.entries = self.entries, deque()
         self._num_keys = 0
-        return iter(self._events(batch, is_allocated))
-
-    def _changed(
-        self, keys: Sequence[OffloadKey], announced: KeyMap, *, removed: bool
-    ) -> Sequence[OffloadKey]:
-        """Update the table of announced blocks; return the keys whose state has changed."""
-        return announced.discard_present(keys) if removed else announced.change(keys, self._epoch)
-
-    def _events(
-        self, batch: Collection[_Entry], is_allocated: Callable[[OffloadKey], bool]
-    ) -> Sequence[OffloadingEvent]:
-        events = []
+        events: list[OffloadingEvent] = []
         for keys, removed, metadata_only in batch:
             current = keys
             if metadata_only:
@@ -126,13 +113,13 @@ class EventLog:
             events.append(
                 OffloadingEvent(
                     current,
-                    self._medium,
+                    self.medium,
                     removed,
-                    locality=self._locality,
+                    locality=self.locality,
                     ownership=self.ownership,
                     metadata_only=metadata_only,
                     removal_expected=self._announces_removals and not removed,
                     sequence=self._sequence,
                 )
             )
-        return events
+        return iter(events)

@@ -190,7 +190,7 @@ class TierHealth:
         self._is_closing = False
 
     def job_submitted(self, job: JobMetadata) -> None:
-        """Record a submitted job; it is its direction's trial if one is due."""
+        """Record a submitted job, which is the trial of its direction if a trial is due."""
         breaker = self.loads if job.is_promotion else self.stores
         if breaker.state is not BreakerState.CLOSED:
             breaker.note(BreakerEvent.TRIED, job.submit_time)
@@ -206,7 +206,7 @@ class TierHealth:
         self.loads.note(BreakerEvent.FAULTED, self.now_s or 0.0, error=error)
 
     def reports_failed(self, error: BaseException) -> None:
-        """Count a failed call for the results of the tier's jobs as a fault in both directions."""
+        """Count a failed fetch of the tier's job results as a fault in both directions."""
         event = BreakerEvent.UNDECIDED if self._is_closing else BreakerEvent.FAULTED
         for breaker in (self.loads, self.stores):
             breaker.note(event, self.now_s or 0.0, error=error)
@@ -216,7 +216,7 @@ class TierHealth:
         return self.now_s is None or self.loads.permits(self.now_s)
 
     def probe_started(self, generation: int) -> None:
-        """Record a started probe; it is the trial if one is due."""
+        """Record a started probe, which is the trial of loads if a trial is due."""
         if self.now_s is not None:
             self._probes_begun_s[generation] = self.now_s
             self.loads.note(BreakerEvent.TRIED, self.now_s)

@@ -29,6 +29,7 @@ from itertools import islice, repeat
 from typing import Any, Final
 
 from kvoffload_async.core.ledger import StartProbe
+from kvoffload_async.statistics import BreakEvenStatistics
 from kvoffload_async.tables.keymap import KeyMap
 from kvoffload_async.types import LookupResult, OffloadKey, ReqContext, get_offload_group_idx
 
@@ -176,7 +177,7 @@ class _Line:
         self._product = _DECAY * self._product + away * (seconds - self._seconds)
 
     def candidates(self) -> tuple[tuple[float, float], ...]:
-        """Return the possible (fixed seconds, seconds per block).
+        """Return the candidate fits, each as (fixed seconds, seconds per block).
 
         One pair if a line can be fitted, otherwise both extremes: all fixed, all per block.
         """
@@ -208,9 +209,11 @@ class KeyIndex(ABC):
     Attributes:
         listeners: Called with the keys of every answered probe.
         notifies: Whether listeners are called for every key that was answered with RETRY.
+        is_exact: Whether the index knows all of the tier's contents.
     """
 
     notifies: bool = True
+    is_exact: bool = False
 
     def __init__(self) -> None:
         self.listeners: list[OnResolved] = []
@@ -251,7 +254,7 @@ class KeyIndex(ABC):
 
     @abstractmethod
     def peek(self, keys: Sequence[OffloadKey]) -> list[LookupResult]:
-        """Return the known answers: HIT, MISS, or RETRY while outstanding. Starts no probe."""
+        """Return HIT or MISS for each key, RETRY while the answer is unknown. Starts no probe."""
 
     def next_probe(self) -> StartProbe | None:
         """Return the probe to start now, at the end of a step."""
@@ -278,18 +281,13 @@ class KeyIndex(ABC):
             listener(keys)
 
     @property
-    def is_exact(self) -> bool:
-        """Whether the index knows all of the tier's contents."""
-        return False
-
-    @property
     def is_waiting(self) -> bool:
         """Whether an answer is outstanding."""
         return False
 
     @property
     def probes_outstanding(self) -> int:
-        """Probes that have no answer yet."""
+        """Number of probes that have no answer yet."""
         return 0
 
 
@@ -299,6 +297,8 @@ class ExactIndex(KeyIndex):
     Memory per block: 38 bytes at a million blocks, 30 at ten million, up to twice that after churn;
     plus 69 bytes for a 36-byte key, unless the primary shares the key object.
     """
+
+    is_exact = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -321,9 +321,10 @@ class ExactIndex(KeyIndex):
         return [_MISS if each is None else _HIT for each in found]
 
     def appeared(self, keys: Sequence[OffloadKey] | KeyMap) -> None:
-        """Add keys."""
+        """Add the keys of blocks that the tier has."""
         if isinstance(keys, KeyMap):
-            keys.merge(self._present)  # `keys` is the larger table: the tier's whole contents
+            # `keys` is the larger table: the tier's whole contents.
+            keys.update(tuple(self._present), repeat(0))
             self._present = keys
         else:
             self._present.update(keys, repeat(0))
@@ -337,11 +338,6 @@ class ExactIndex(KeyIndex):
         """Return the absent keys."""
         found = self._present.find(keys)
         return [key for key, number in zip(keys, found, strict=True) if number is None]
-
-    @property
-    def is_exact(self) -> bool:
-        """True."""
-        return True
 
     def __len__(self) -> int:
         return len(self._present)
@@ -369,7 +365,7 @@ class ProbedIndex(KeyIndex):
         *,
         keeps_order: bool = False,
     ) -> None:
-        """Start empty.
+        """Start without cached answers.
 
         Args:
             concurrent_probes: Maximum number of probes in flight, so that a hung probe does not
@@ -482,7 +478,7 @@ class ProbedIndex(KeyIndex):
 
     @property
     def probes_outstanding(self) -> int:
-        """Probes that have no answer yet."""
+        """Number of probes that have no answer yet."""
         return len(self._in_flight)
 
     def __len__(self) -> int:
@@ -542,43 +538,48 @@ class CostGatedIndex(KeyIndex):
     Attributes:
         break_even: Measures the number of blocks from which a load pays; None: only the configured
             minimum applies.
+        needed_blocks: Number of blocks that a request must miss; infinity if no number suffices.
+            Read-only.
         has_decided: Whether the answers for a request have changed at the end of the last step.
-        unknown: Request -> keys that a nearer tier has not resolved yet. Read-only.
+        unknown: Request -> keys, at least one, that a nearer tier has not resolved yet. Read-only.
     """
 
     def __init__(
         self, index: KeyIndex, min_blocks: int, break_even: BreakEven | None = None
     ) -> None:
-        """Start with no request.
+        """Start with no request admitted or declined.
 
         Args:
             index: The inner index; this object takes ownership.
             min_blocks: Minimum number of blocks that a request must miss.
             break_even: See the class.
         """
-        self.listeners = index.listeners
+        self.listeners, self.is_exact = index.listeners, index.is_exact
         self.break_even = break_even
         self.has_decided = False
         self.unknown: dict[Hashable, dict[OffloadKey, None]] = {}
         self._index = index
         self._min_blocks = min_blocks
-        self._needed_blocks: float = min_blocks
+        self.needed_blocks: float = min_blocks
         self._worthwhile: set[Hashable] = set()
         self._missed: dict[Hashable, dict[OffloadKey, None]] = {}
         """Request that has missed too few blocks so far -> the keys it has missed."""
         self._deferred: dict[Hashable, dict[OffloadKey, None]] = {}
         """Undecided request -> its keys answered with RETRY, which have to be looked up again. A
         decided request stays until the end of the step."""
-        self._news: dict[Hashable, None] = {}
-        """Requests in `unknown` whose keys the next `resolve` must look up in the nearer tiers."""
-        self._blocked: dict[OffloadKey, dict[Hashable, None]] = {}
-        """Key that the nearer tiers have not resolved -> the requests for which it comes first."""
         self._explorer: Hashable = None
 
-    @property
-    def needed_blocks(self) -> float:
-        """Number of blocks that a request must miss; infinity if no number suffices."""
-        return self._needed_blocks
+    def statistics(self) -> BreakEvenStatistics | None:
+        """Return the break-even point; None if it is not measured. Thread-safe."""
+        measured, needed = self.break_even, self.needed_blocks
+        if measured is None:
+            return None
+        return BreakEvenStatistics(
+            needed_blocks=None if math.isinf(needed) else int(needed),
+            latency_s=measured.latency_s,
+            blocks_per_s=measured.blocks_per_s,
+            explorations=measured.explorations,
+        )
 
     def lookup_many(
         self, keys: Sequence[OffloadKey], request: Hashable, *, stop_at_miss: bool = False
@@ -588,7 +589,7 @@ class CostGatedIndex(KeyIndex):
             missed = self._missed.get(request)
             if missed is None:
                 missed = self._missed[request] = self._deferred[request] = {}
-            if len(missed.keys() | keys) < self._needed_blocks:
+            if len(missed.keys() | keys) < self.needed_blocks:
                 missed.update(dict.fromkeys(keys))
                 if not self.declines(request):
                     return [_RETRY] * len(keys)
@@ -604,43 +605,27 @@ class CostGatedIndex(KeyIndex):
         """Record keys of a request that a nearer tier has not resolved yet."""
         if not keys or request in self._worthwhile or self.declines(request):
             return
-        unknown = self.unknown.get(request)
-        if unknown is None:
-            unknown = self.unknown[request] = {}
-            self._news[request] = None
-        unknown.update(dict.fromkeys(keys))
+        self.unknown.setdefault(request, {}).update(dict.fromkeys(keys))
 
-    def resolved(self, keys: Sequence[OffloadKey]) -> None:
-        """Have the next `resolve` examine the requests that wait for these resolved keys."""
-        if self._blocked:
-            for key in keys:
-                self._news.update(self._blocked.pop(key, {}))
-
-    def resolve(self, ask_nearer: AskNearer, *, all_requests: bool) -> None:
-        """Add the keys that all nearer tiers lack to the missed ones; call before a step's end.
+    def resolve(self, ask_nearer: AskNearer) -> None:
+        """Count the keys that all nearer tiers lack as missed; call before a step's end.
 
         Args:
             ask_nearer: Looks keys up in the nearer tiers; RETRY while an answer is outstanding.
-            all_requests: Whether to examine all requests, not only those with resolved keys.
         """
-        news, self._news = self._news, {}
-        if all_requests:
-            news = dict.fromkeys(self.unknown)
-            self._blocked.clear()
-        for request in news:
-            self._resolve(request, ask_nearer)
-
-    def _resolve(self, request: Hashable, ask_nearer: AskNearer) -> None:
-        unknown = self.unknown[request]
-        keys = tuple(unknown)
-        for key, answer in zip(keys, ask_nearer(keys, request), strict=True):
-            if answer is _RETRY:
-                self._blocked.setdefault(key, {})[request] = None
-                return
-            del unknown[key]
-            if answer is _MISS and request in self._missed:
-                self._missed[request][key] = None
-        del self.unknown[request]
+        for request, unknown in tuple(self.unknown.items()):
+            first = next(iter(unknown))
+            if ask_nearer((first,), request)[0] is _RETRY:
+                continue  # so a request that waits costs a step no time per block
+            keys = tuple(unknown)
+            for key, answer in zip(keys, ask_nearer(keys, request), strict=True):
+                if answer is _RETRY:
+                    break
+                del unknown[key]
+                if answer is _MISS and request in self._missed:
+                    self._missed[request][key] = None
+            if not unknown:
+                del self.unknown[request]
 
     def appeared(self, keys: Sequence[OffloadKey] | KeyMap) -> None:
         """Record that the tier has these blocks."""
@@ -677,16 +662,11 @@ class CostGatedIndex(KeyIndex):
         self._worthwhile.discard(request)
         self._missed.pop(request, None)
         self._deferred.pop(request, None)
-        self._forget_unknown(request)
+        self.unknown.pop(request, None)
         if self.break_even is not None and request == self._explorer:
             self._explorer = None
             self.break_even.exploration_ended()
         self._index.forget_request(request)
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether the index knows all of the tier's contents."""
-        return self._index.is_exact
 
     @property
     def is_waiting(self) -> bool:
@@ -695,13 +675,13 @@ class CostGatedIndex(KeyIndex):
 
     @property
     def probes_outstanding(self) -> int:
-        """Probes that have no answer yet."""
+        """Number of probes that have no answer yet."""
         return self._index.probes_outstanding
 
     def _decide(self, *, may_explore: bool) -> None:
         """Admit or decline each deferred request, and notify the listeners of its keys."""
         if self.break_even is not None:
-            self._needed_blocks = max(self._min_blocks, self.break_even.needed_blocks)
+            self.needed_blocks = max(self._min_blocks, self.break_even.needed_blocks)
         deferred, self._deferred = self._deferred, {}
         decided: dict[OffloadKey, None] = {}
         declined: dict[Hashable, int] = {}
@@ -712,7 +692,7 @@ class CostGatedIndex(KeyIndex):
             decided |= missed
             if request in self._worthwhile:
                 continue
-            if len(missed) >= self._needed_blocks:
+            if len(missed) >= self.needed_blocks:
                 self._ask(request)
             else:
                 declined[request] = len(missed)
@@ -725,19 +705,8 @@ class CostGatedIndex(KeyIndex):
     def _ask(self, request: Hashable) -> None:
         """Admit a request: look its missed keys up, and forward all its later lookups."""
         self._worthwhile.add(request)
-        self._forget_unknown(request)
+        self.unknown.pop(request, None)
         self._index.lookup_many(tuple(self._missed.pop(request)), request)
-
-    def _forget_unknown(self, request: Hashable) -> None:
-        unknown = self.unknown.pop(request, None)
-        if unknown is None:
-            return
-        self._news.pop(request, None)
-        first = next(iter(unknown))
-        blocked = self._blocked.get(first, {})
-        blocked.pop(request, None)
-        if not blocked:
-            self._blocked.pop(first, None)
 
     def _explore(self, declined: Mapping[Hashable, int]) -> None:
         """If the measurements are stale, admit the declined request that misses most blocks."""
@@ -763,7 +732,7 @@ class AskedIndex(KeyIndex):
         ask: Callable[[OffloadKey, Any], LookupResult],
         request_ended: Callable[[Any], object],
     ) -> None:
-        """Create the index; makes no call.
+        """Create the index, without calling `ask`.
 
         Args:
             ask: Returns HIT, MISS or RETRY without blocking, for a key and its request.

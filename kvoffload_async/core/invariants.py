@@ -47,7 +47,7 @@ class Invariant(Generic[S]):
 
 
 def tickets_are_true(planner: Planner) -> Iterator[str]:
-    """P26: tickets and the queue are as the law of room says."""
+    """P26: tickets and the queue agree with the requests and with the blocks in the primary."""
     room, primary = planner.room, planner.primary
     queue = room.queue
     for request in {*planner.requests.values(), *queue}:
@@ -67,7 +67,7 @@ def tickets_are_true(planner: Planner) -> Iterator[str]:
 
 
 def jobs_are_counted(planner: Planner) -> Iterator[str]:
-    """P1: the counted jobs without a result are the jobs under way."""
+    """P1: the counters and the ledgers agree on the number of jobs under way."""
     counters = planner.counters
     under_way = counters.jobs_submitted - counters.job_results
     if under_way != len(planner.jobs):
@@ -80,6 +80,7 @@ def jobs_are_counted(planner: Planner) -> Iterator[str]:
 def counters_add_up(planner: Planner) -> Iterator[str]:
     """P24: each counter equals the sum of its parts."""
     of_planner, of_primary = planner.counters, planner.primary.counters
+    loading = planner.primary.loading
     sums = [
         (
             "lookups of the planner",
@@ -94,7 +95,7 @@ def counters_add_up(planner: Planner) -> Iterator[str]:
             of_primary.lookups,
             of_primary.hits + of_primary.pending_hits + of_primary.misses,
         ),
-        ("pins of loads", planner.primary.loading.num_pins, planner.primary.loads().total()),
+        ("pins of loads", loading.num_pins, loading.total().total()),
     ]
     for tier in planner.tiers:
         of, name = tier.counters, tier.name
@@ -120,7 +121,7 @@ def half_open_breakers_have_a_try(planner: Planner) -> Iterator[str]:
 def slots_are_partitioned(planner: Planner) -> Iterator[str]:
     """P3: each slot is free, held, or in use by one block."""
     primary = planner.primary
-    free, held = primary.pool.free_slots(), primary.pool.retained_slots()
+    free, held = list(primary.pool.unused), list(primary.pool.holds)
     blocks = list(primary.resident())
     uses = Counter(chain(free, held, (slot for _, slot, _ in blocks)))
     for slot in uses.keys() - range(primary.num_slots):
@@ -151,7 +152,7 @@ def every_use_has_its_reason(planner: Planner) -> Iterator[str]:
 
 
 def promotions_are_single_and_bounded(planner: Planner) -> Iterator[str]:
-    """P7: a key has at most one promotion under way; with tickets they stay within the budget."""
+    """P7: a key has at most one promotion under way; promotions and tickets fit the budget."""
     for key, count in Counter(_promoted_keys(planner)).items():
         if count > 1:
             yield f"{block_text(key)} has {count} promotions under way"
@@ -167,7 +168,7 @@ def promotions_are_single_and_bounded(planner: Planner) -> Iterator[str]:
 
 
 def copies_are_true_and_bounded(planner: Planner) -> Iterator[str]:
-    """P21: each tier's slots are counted, and its copies of stores stay within their bound."""
+    """P21: each tier's slots are counted correctly; its stores stay within their bound."""
     for tier in planner.tiers:
         loads, stores = 0, 0
         for job in chain(tier.jobs.unreported(), (late.job for late in tier.jobs.orphaned())):
@@ -271,7 +272,7 @@ def what_is_pending_is_readable(planner: Planner) -> Iterator[str]:
 
 
 def _pins(planner: Planner, pins: dict[OffloadKey, int]) -> Iterator[str]:
-    reasons = planner.primary.loads()
+    reasons = planner.primary.loading.total()
     for job in _readers(planner):
         reasons.update(job.keys)
     reasons.update(
@@ -301,9 +302,9 @@ def _slots_of_jobs(planner: Planner, slots: dict[OffloadKey, int]) -> Iterator[s
         if late.holds_slots
         for slot in late.job.block_ids.tolist()
     }
-    if held != set(planner.primary.pool.retained_slots()):
-        retained = planner.primary.pool.retained_slots()
-        yield f"slots {retained} are held, but copies touch {sorted(held)}"
+    holds = planner.primary.pool.holds
+    if held != holds.keys():
+        yield f"slots {list(holds)} are held, but copies touch {sorted(held)}"
     named = [
         (f"job {job.job_id}", key, slot)
         for job in chain(_readers(planner), _writers(planner))

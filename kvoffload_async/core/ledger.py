@@ -24,7 +24,7 @@ from kvoffload_async.types import JobId, JobMetadata, JobResult, OffloadKey, Req
 
 @dataclass(frozen=True, slots=True)
 class StartJob:
-    """Run a job."""
+    """Run a job in the tier."""
 
     job: JobMetadata
 
@@ -41,11 +41,11 @@ class StartProbe:
 
 @dataclass(frozen=True, slots=True)
 class TouchBlocks:
-    """Update the recency of blocks, first block first."""
+    """Update the recency of blocks in the tier, first block first."""
 
     keys: tuple[OffloadKey, ...]
     ctx: ReqContext | None = None
-    """The request to name in the call of an external manager."""
+    """The request to pass to an external manager."""
 
 
 TierEffect = StartJob | StartProbe | TouchBlocks
@@ -80,6 +80,7 @@ class JobAbandoned:
 JobEvent = Launched | JobFinished | JobOverdue | JobAbandoned
 
 
+@dataclass(slots=True, eq=False)
 class JobRecord:
     """One job and its state.
 
@@ -91,12 +92,9 @@ class JobRecord:
             blocks are pinned instead.
     """
 
-    __slots__ = ("holds_slots", "job", "state")
-
-    def __init__(self, job: JobMetadata) -> None:
-        self.job = job
-        self.state = JobState.QUEUED
-        self.holds_slots = job.is_promotion
+    job: JobMetadata
+    holds_slots: bool
+    state: JobState = JobState.QUEUED
 
 
 def refused(job: JobMetadata, error: Exception) -> JobResult:
@@ -117,7 +115,7 @@ class Ledger:
         self,
         slot_bytes: int,
         on_result: Callable[[JobMetadata, JobResult], object],
-        on_release: Callable[[JobRecord], object],
+        on_release: Callable[[JobMetadata], object],
     ) -> None:
         """Create an empty ledger.
 
@@ -131,15 +129,15 @@ class Ledger:
         self._on_release = on_release
         self._records: dict[JobId, JobRecord] = {}
         self.unreported_count = 0
-        """Jobs whose result was not taken."""
+        """Number of jobs whose result was not taken."""
         self.queued_count = 0
-        """Jobs not yet submitted to the tier."""
+        """Number of jobs not yet submitted to the tier."""
         self.orphaned_count = 0
-        """Jobs with a result whose copies still run."""
+        """Number of jobs with a result whose copies still run."""
         self.ended: list[tuple[JobMetadata, JobResult]] = []
-        """What `take_ended` would return. Read-only."""
+        """Jobs and their results, until `take_ended` returns them. Read-only."""
         self.released: list[JobRecord] = []
-        """What `take_released` would return. Read-only."""
+        """Orphaned jobs whose copies have ended, until `take_released` returns them. Read-only."""
 
     def accept(self, job: JobMetadata) -> bool:
         """Accept a job; it will get exactly one result.
@@ -154,7 +152,7 @@ class Ledger:
             self.ended.append((job, result))
             self._on_result(job, result)
             return False
-        self._records[job.job_id] = JobRecord(job)
+        self._records[job.job_id] = JobRecord(job, job.is_promotion)
         self.queued_count += 1
         return True
 
@@ -217,7 +215,7 @@ class Ledger:
         yield from (job for job, _ in self.ended)
 
     def orphaned(self) -> Iterator[JobRecord]:
-        """Iterate over the orphaned jobs whose results were taken, but not their releases."""
+        """Iterate over the orphaned jobs whose result was taken and whose release was not."""
         ended = {job.job_id for job, _ in self.ended}
         late = [r for r in self._records.values() if r.state is JobState.ORPHANED]
         yield from (r for r in (*self.released, *late) if r.job.job_id not in ended)
@@ -266,7 +264,7 @@ class Ledger:
         del self._records[event.job_id]
         self.orphaned_count -= 1
         self.released.append(record)
-        self._on_release(record)
+        self._on_release(record.job)
 
     def _stay(self, _record: JobRecord, _event: JobEvent) -> None:
         """Ignore the event: the job already has its result."""

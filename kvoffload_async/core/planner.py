@@ -9,18 +9,19 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from itertools import repeat
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvoffload_async.core.cascades import Cascades, EngineContext, Touches
-from kvoffload_async.core.counters import PlannerCounters
+from kvoffload_async.core.counters import Figures, FigureSet, PlannerCounters
 from kvoffload_async.core.ledger import JobRecord
 from kvoffload_async.core.prefetch import Prefetch
-from kvoffload_async.core.primary import Primary
+from kvoffload_async.core.primary import PRIMARY_FIGURES, Primary
 from kvoffload_async.core.requests import RequestState
 from kvoffload_async.core.room import Room
 from kvoffload_async.core.search import TierSearch, Verdict
-from kvoffload_async.core.tier_state import TierState
+from kvoffload_async.core.tier_state import TIER_FIGURES, TierState
 from kvoffload_async.errors import StateError
+from kvoffload_async.statistics import PlannerStatistics
 from kvoffload_async.tables.keymap import LEAST_KEY_BYTES, MAX_KEY_BYTES, require_keys
 from kvoffload_async.types import (
     JobId,
@@ -41,6 +42,14 @@ _KEYS_AT_ONCE: Final = 256
 """Maximum number of keys per batch of a lookup; limits the keys looked up beyond a miss."""
 
 
+class Snapshot(NamedTuple):
+    """Immutable copy of the figures of a planner, its primary and its tiers."""
+
+    primary: Figures
+    planner: Figures
+    tiers: tuple[Figures, ...]
+
+
 class Planner:
     """Decides which blocks are stored, cascaded, promoted and evicted.
 
@@ -48,11 +57,10 @@ class Planner:
 
     Attributes:
         now_s: Time of the current step's start, in seconds.
-        sources: The object through which each tier is looked up: its `TierState`, or a wrapper.
     """
 
     def __init__(self, primary: Primary, tiers: Sequence[TierState], deferral_s: float) -> None:
-        """Start with an empty primary.
+        """Create a planner for an empty primary.
 
         Args:
             primary: The primary tier.
@@ -66,7 +74,6 @@ class Planner:
         self.deferral_s = deferral_s
         self.counters = PlannerCounters()
         self._search = TierSearch(self.tiers)
-        self.sources = self._search.sources
         self.room = Room(
             primary,
             self.tiers,
@@ -89,7 +96,7 @@ class Planner:
         self._touches = Touches(self.tiers, self.cascades, self.own)
         self._asking: RequestState | None = None
         self._ahead: dict[OffloadKey, Verdict] = {}
-        """What the tiers have answered, in one call, to keys that a request asks for one by one."""
+        """The tiers' answers, fetched in one call, to keys that a request looks up one by one."""
         self._found = self.room.found
         self._next_job_id: JobId = 0
         self.begin_step(0.0)
@@ -103,12 +110,14 @@ class Planner:
             StateError: `ctx` is live already.
         """
         self.primary.open_request(ctx)
-        self.requests[ctx] = self._newest[ctx.req_id] = RequestState(ctx, request_level_tiers)
+        self.requests[ctx] = self._newest[ctx.req_id] = RequestState(
+            ctx, tuple(request_level_tiers)
+        )
 
     def on_request_finished(self, ctx: ReqContext) -> None:
         """End a request: rank its blocks now; notify the tiers when it can submit no more jobs."""
         request = self._live_request(ctx)
-        self.cascades.end_request(request, self.now_s)
+        self.cascades.end_request(request)
         self._touches.note(self.primary.close_request(ctx))
         request.is_finished = True
         self._proceed(request)
@@ -144,12 +153,12 @@ class Planner:
         return self._answer((key,), (self.primary.lookup(key),), request)[0]
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], ctx: ReqContext) -> tuple[int, bool]:
-        """Look up a prompt's blocks, up to the first that is nowhere.
+        """Look up a prompt's blocks, up to the first miss.
 
         Costs no time per block while the request waits for room or for its promotions.
 
         Returns:
-            The number of blocks before that one, and whether the lookup is deferred: then some of
+            The number of blocks before the miss, and whether the lookup is deferred: then some of
             the blocks are not readable yet, or their number is not known: repeat it in the next
             step.
 
@@ -278,7 +287,7 @@ class Planner:
             return
         if success:
             for index in range(len(self.tiers)):
-                self.cascades.offer(index, request, written, self.now_s)
+                self.cascades.send(index, request, written, self.now_s)
         request.writing.difference_update(written)
         if request.is_finished:
             self._end_if_done(request)
@@ -291,7 +300,7 @@ class Planner:
     # -- steps and jobs -------------------------------------------------------------------------
 
     def begin_step(self, now_s: float) -> None:
-        """Begin a scheduler step at `now_s` seconds, or go on with it at a later time."""
+        """Begin a scheduler step at `now_s` seconds, or set a later time within the step."""
         self.now_s = now_s
         self.room.begin_step(now_s)
         for tier in self.tiers:
@@ -349,6 +358,21 @@ class Planner:
         """Job id -> record of the jobs that have a result but whose copy still runs."""
         records = (record for tier in self.tiers for record in tier.jobs.orphaned())
         return {record.job.job_id: record for record in records}
+
+    # -- statistics -----------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """Copy the figures of the primary, the planner and the tiers."""
+        tiers = []
+        for tier, queue in zip(self.tiers, self.cascades.queues, strict=True):
+            tiers.append(TIER_FIGURES.take(tier, queue.count))
+        planned = PLANNER_FIGURES.take(self, len(self.requests))
+        return Snapshot(PRIMARY_FIGURES.take(self.primary), planned, tuple(tiers))
+
+    def statistics(self, taken: Figures) -> PlannerStatistics:
+        """Return the statistics of the planner from its figures. Thread-safe."""
+        decision_seconds = self.counters.decision_seconds.read()
+        return PlannerStatistics(**PLANNER_FIGURES.named(taken), decision_seconds=decision_seconds)
 
     # -- reset ----------------------------------------------------------------------------------
 
@@ -419,7 +443,7 @@ class Planner:
             self.prefetcher.landed(index, request, landed)
         if landed:
             self.room.land(landed)
-            self.cascades.offer_faster(index, landed, self.now_s)
+            self.cascades.offer_faster(index, landed)
 
     def _job_released(self, index: int, record: JobRecord) -> None:
         if record.holds_slots:
@@ -428,7 +452,7 @@ class Planner:
             self.cascades.released(index, record, self.now_s)
 
     def _ask_ahead(self, request: RequestState) -> None:
-        """Ask the tiers, in one call, for the keys that a request repeats."""
+        """Look up in the tiers, in one call, the keys that a request will look up again."""
         if not request.again:
             return
         keys, request.again = list(request.again), ()
@@ -445,7 +469,7 @@ class Planner:
         *,
         stop_at_miss: bool = False,
     ) -> list[LookupResult]:
-        """Return and count the answers to keys, given the primary's.
+        """Return and count the answers to keys, given the primary's answers.
 
         Args:
             keys: The keys.
@@ -543,7 +567,7 @@ class Planner:
         outcomes: Sequence[Verdict],
         request: RequestState,
     ) -> Sequence[Verdict]:
-        """Defer a request for keys that are not readable yet; a miss where it may not wait."""
+        """Defer a request until its keys are readable; keys that it may not await are misses."""
         final: list[Verdict] = []
         ticket, wants = request.ticket, request.wants
         for key, found, outcome in zip(keys, in_primary, outcomes, strict=True):
@@ -566,12 +590,12 @@ class Planner:
         return final
 
     def _defer(self, request: RequestState) -> bool:
-        """Record that a request is deferred in this step; return whether it may still be."""
+        """Record that a request is deferred in this step; return whether it may be deferred."""
         counts = not request.is_queued or self.room.is_head(request)
         self.counters.deferrals_expired += request.defer(self.now_s, self.deferral_s, counts=counts)
         return not request.is_expired
 
-    def _room_for_store(self, count: int, *, is_whole: bool) -> int:
+    def _room_for_store(self, count: int, is_whole: bool) -> int:
         """Return how many of `count` slots a store may take; see `Room.room_for_store`."""
         waiting = zip(self.cascades.queues, self.tiers, strict=True)
         pending = [tier.cascading_blocks + queue.count for queue, tier in waiting]
@@ -652,3 +676,9 @@ class Planner:
             del self._newest[request.ctx.req_id]
         for tier in self.tiers:
             tier.finish_request(request.ctx)
+
+
+PLANNER_FIGURES: Final = FigureSet(
+    PlannerCounters, {"retained_blocks": "room.named_blocks"}, "requests"
+)
+"""Copies the figures of a `Planner`, with the number of its requests."""

@@ -19,23 +19,24 @@ is evicted before its head.
 
 from __future__ import annotations
 
-import enum
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import Final, Protocol
+from typing import Final
 
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.core.admission import (
     AdmissionFilter,
+    in_prompt_order,
     longest_fitting_prefix,
     prefix_test,
     those_before,
 )
-from kvoffload_async.core.counters import PrimaryCounters
+from kvoffload_async.core.counters import Figures, FigureSet, PrimaryCounters
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import OnResolved
 from kvoffload_async.errors import InvariantError, StateError
+from kvoffload_async.statistics import PrimaryStatistics, SlotStatistics
 from kvoffload_async.tables.arrays import integers, small_integers
 from kvoffload_async.tables.keymap import LAST_HASH_BYTE, KeyTable, require_keys, too_short
 from kvoffload_async.tables.lists import FreeNumbers, NumberLists
@@ -104,7 +105,7 @@ class Loads:
         self.num_pins = 0
 
     def total(self) -> Counter[OffloadKey]:
-        """Return how many loads pin each block."""
+        """Return how many loads pin each block. For invariants and inspection."""
         return sum(self._loads.values(), Counter())
 
 
@@ -116,7 +117,7 @@ class RecencyLog:
     """Records the blocks that live requests use, until they are ranked at the request's end."""
 
     def __init__(self, rank: Callable[[ReqContext, Accesses], None]) -> None:
-        """Start empty.
+        """Start without live requests.
 
         Args:
             rank: Called with a request and its accesses, head to tail.
@@ -249,21 +250,13 @@ class SlotPool:
         every = reversed(range(self.num_slots))
         self.unused.reset(slot for slot in every if slot not in self.holds)
 
-    def free_slots(self) -> list[int]:
-        """Return the free slots. For invariants and inspection."""
-        return list(self.unused)
-
-    def retained_slots(self) -> list[int]:
-        """Return the held slots. For invariants and inspection."""
-        return list(self.holds)
-
     def _expect(self, slot: int, state: int) -> None:
         if self._states[slot] != state:
             raise InvariantError(f"slot {slot} is in state {self._states[slot]}, not {state}")
 
 
 class ProtectedSlots:
-    """The protected slots that the policy has proposed for eviction, in that order.
+    """The protected slots that the policy has proposed for eviction, in the order proposed.
 
     Their blocks are pending for a tier, so they are evicted only when no others are left. The
     policy proposes in rank order, and does not propose a slot again until it is released: this
@@ -271,7 +264,7 @@ class ProtectedSlots:
     """
 
     def __init__(self, num_slots: int) -> None:
-        """Start empty, for a primary of `num_slots` slots."""
+        """Create an empty list for a primary of `num_slots` slots."""
         self._num_slots = num_slots
         self._in_order: NumberLists | None = None
         self._is_member = small_integers(0)
@@ -309,7 +302,7 @@ class ProtectedSlots:
 WRITING: Final = -1
 A_DEBT: Final = 1 << 24
 PINS: Final = A_DEBT - 1
-"""Bit mask of the pin count in a block's counter, unless the counter is `WRITING`."""
+"""Bit mask of the pin count in a block's counter; nonzero too while the counter is `WRITING`."""
 
 
 class ResidentBlocks:
@@ -320,6 +313,7 @@ class ResidentBlocks:
     Attributes:
         decided: Called with the keys whose writes have succeeded or failed, except by a reset.
         on_write_ended: Called with the same keys, while `Cascades` waits for a write to end.
+        policy: The eviction policy. Read-only.
         room_made: Number of times that a slot became free or evictable, or was no longer withheld
             from stores. After a store that found no room, its increase is the maximum number of
             blocks for which there may be room now.
@@ -330,13 +324,13 @@ class ResidentBlocks:
     on_write_ended: OnResolved | None = None
 
     def __init__(self, num_slots: int, policy: CachePolicy) -> None:
-        """Start empty; takes ownership of the policy."""
+        """Start without blocks; takes ownership of the policy."""
         self.room_made = 0
-        self._policy = policy
+        self.policy = policy
         self._blocks = KeyTable(num_slots)
         self._parts = self._blocks.map.parts
         self._refs = integers(num_slots)
-        """Slot -> counter of its block; undefined for a free slot."""
+        """Slot -> counter of the pins and protections of its block; undefined for a free slot."""
         self._idle = 0
         """Number of readable blocks that are neither pinned nor protected."""
         self._protected = 0
@@ -414,7 +408,7 @@ class ResidentBlocks:
         self._protected += num_idle
 
     def unprotect(self, slots: Iterable[int]) -> None:
-        """Undo one `protect` of each slot; without any, its block is evictable again."""
+        """Undo one `protect` of each slot; the last one makes its block evictable again."""
         refs = self._refs
         released: list[int] = []
         for slot in slots:
@@ -426,7 +420,7 @@ class ResidentBlocks:
         self._protected -= len(released)
         self.room_made += len(released)
         self._protected_slots.discard(released)
-        self._policy.released(released)
+        self.policy.released(released)
 
     def readable_slots(self, keys: Sequence[OffloadKey]) -> list[int]:
         """Return the slots of the readable keys, in key order."""
@@ -448,27 +442,15 @@ class ResidentBlocks:
         """Return the key of the block in a slot. For invariants and inspection."""
         return self._blocks.key_of(slot)
 
-    @property
-    def policy(self) -> CachePolicy:
-        """The eviction policy. For invariants and inspection."""
-        return self._policy
-
-    def ranked(self) -> list[OffloadKey]:
-        """Return the keys that the policy ranks, the best victim first.
-
-        For invariants and inspection.
-        """
-        return self._blocks.keys_of(tuple(self._policy.resident()))
-
     def forgotten(self) -> list[OffloadKey]:
         """Return evictable keys that the policy would never propose for eviction.
 
         Empty unless an invariant is broken. For invariants and inspection.
         """
-        return self._blocks.keys_of([s for s in self._policy.skipped() if not self._refs[s]])
+        return self._blocks.keys_of([s for s in self.policy.skipped() if not self._refs[s]])
 
     def resident(self) -> Iterator[tuple[OffloadKey, int, int]]:
-        """Iterate over (key, slot, number of pins), -1 for writing.
+        """Iterate over (key, slot, number of pins) of the resident blocks; -1: being written.
 
         For invariants and inspection.
         """
@@ -535,7 +517,7 @@ class ResidentBlocks:
         self._idle += num_idle
         self._protected += len(released) - num_idle
         self.room_made += len(released)
-        self._policy.released(released)
+        self.policy.released(released)
 
     def _writing_slots(self, keys: Sequence[OffloadKey]) -> list[int]:
         slots = []
@@ -547,7 +529,7 @@ class ResidentBlocks:
 
     def _rank(self, ctx: ReqContext, accesses: Accesses) -> None:
         """Report a request's accesses to the policy, head to tail; skips absent keys."""
-        if self._policy.follows_requests:
+        if self.policy.follows_requests:
             self._rank_request(ctx, dict(accesses))
             return
         parts = self._parts
@@ -559,36 +541,25 @@ class ResidentBlocks:
                 slots.append(slot)
                 reused.append(bool(again))
         if self._protected:  # the access changes the rank, so the policy must propose them again
-            self._policy.released(self._protected_slots.discard(slots))
-        self._policy.access(slots, reused)
+            self.policy.released(self._protected_slots.discard(slots))
+        self.policy.access(slots, reused)
 
     def _rank_request(self, ctx: ReqContext, accesses: Mapping[OffloadKey, bool | None]) -> None:
-        """Like `_rank`, for a policy that learns of absent keys too."""
+        """Like `_rank`, for a policy that is notified of absent keys too."""
         keys = tuple(accesses)
         if not keys:
             return
         slots = self._blocks.find(keys)
         if self._protected:
             present = [slot for slot in slots if slot is not None]
-            self._policy.released(self._protected_slots.discard(present))
-        self._policy.request_ended(ctx, keys, slots, [bool(again) for again in accesses.values()])
+            self.policy.released(self._protected_slots.discard(present))
+        self.policy.request_ended(ctx, keys, slots, [bool(again) for again in accesses.values()])
 
 
-class Allowed(Protocol):
-    """Bounds a store, for the sake of requests that wait for room."""
+Allowed = Callable[[int, bool], int]
+"""Returns how many of a number of slots a store may take while requests wait for room.
 
-    def __call__(self, count: int, *, is_whole: bool) -> int:
-        """Return how many of `count` slots a store may take, which takes all or none if whole."""
-        ...
-
-
-class BlockState(enum.Enum):
-    """State of a key in the primary tier."""
-
-    ABSENT = enum.auto()
-    WRITING = enum.auto()
-    IDLE = enum.auto()
-    PINNED = enum.auto()
+The flag says whether it takes all or none."""
 
 
 class Primary(ResidentBlocks):
@@ -614,7 +585,7 @@ class Primary(ResidentBlocks):
         admission: AdmissionFilter | None = None,
         enable_events: bool = False,
     ) -> None:
-        """Start empty.
+        """Create an empty primary.
 
         Args:
             num_slots: Capacity in blocks.
@@ -626,9 +597,9 @@ class Primary(ResidentBlocks):
         """
         super().__init__(num_slots, policy)
         self.pool = SlotPool(num_slots)
-        """The slots. Read-only."""
+        """Allocator of the slots. Read-only."""
         self._writers: dict[int, ReqContext] = {}
-        """Slot that a request writes -> that request."""
+        """Slot that a request is writing -> the request."""
         self._recency = RecencyLog(self._rank)
         self._accept_prefix = accept_prefix
         self._admission = admission
@@ -743,9 +714,7 @@ class Primary(ResidentBlocks):
         left_out: Sequence[OffloadKey] = ()
         is_own_prefix: Callable[[OffloadKey], bool] | None = None
         if wanted and allowed is not None:
-            wanted, left_out = self._cut(
-                wanted, ctx, allowed(len(wanted), is_whole=not self._accept_prefix)
-            )
+            wanted, left_out = self._cut(wanted, ctx, allowed(len(wanted), not self._accept_prefix))
         if self._accept_prefix and len(wanted) > self.pool.unused.count:
             used = self._recency.used_by(ctx)
             is_own_prefix = prefix_test(wanted, used, ctx.key_positions)
@@ -758,7 +727,7 @@ class Primary(ResidentBlocks):
         if left_out and not wanted:
             self.counters.refused_stores += 1
             return None
-        granted = self._reserve_excluding(unpinned, wanted, ctx, is_own_prefix)
+        granted = self._reserve(wanted, ctx, is_own_prefix, unpinned)
         if granted is None:
             self.counters.refused_stores += 1
             return None
@@ -775,13 +744,13 @@ class Primary(ResidentBlocks):
         return PrepareStoreOutput(wanted, spec, evicted, left_out)
 
     def allow_anew(self, count: int) -> None:
-        """Record that stores may have up to `count` slots that `allowed` has withheld from them."""
+        """Record that stores may now take up to `count` slots that were withheld from them."""
         self.room_made += min(count, self.room)
 
     def _cut(
         self, wanted: Sequence[OffloadKey], ctx: ReqContext, room: int
     ) -> tuple[Sequence[OffloadKey], Sequence[OffloadKey]]:
-        """Return what a store of `wanted` takes of `room` slots, and what it leaves out."""
+        """Split a store's `wanted` keys into those that get one of `room` slots, and the rest."""
         if self._accept_prefix:
             return longest_fitting_prefix(wanted, ctx.key_positions, room)
         return (wanted, ()) if len(wanted) <= room else ((), wanted)
@@ -798,28 +767,15 @@ class Primary(ResidentBlocks):
         The policy chooses as if the `unpinned` slots were pinned, like the store that follows.
         """
         wanted = missing if self._admission is None else self._admission.admitted(missing)
-        if not wanted or not self._policy.follows_requests:
+        if not wanted or not self.policy.follows_requests:
             return wanted, ()
-        positions, offered = ctx.key_positions, wanted
-        if positions:
-            last = max(positions.values()) + 1
-            keys = sorted(keys, key=lambda key: positions.get(key, last))
-            offered = sorted(wanted, key=lambda key: positions.get(key, last))
-        is_evictable = self._is_evictable_first if self._protected else self._is_evictable
+        positions = ctx.key_positions
+        keys, offered = in_prompt_order(keys, positions), in_prompt_order(wanted, positions)
         is_own_prefix = prefix_test(wanted, self._recency.used_by(ctx), positions)
-        key_of, skipped = self._blocks.key_of, list(unpinned)
-
-        def may_evict(slot: int) -> bool:
-            if not is_evictable(slot) or slot in unpinned:
-                return False
-            if not is_own_prefix(key_of(slot)):
-                return True
-            skipped.append(slot)
-            return False
-
+        may_evict, skipped = self._eviction_test(is_own_prefix, unpinned)
         free = self.pool.unused.count if self.may_decline else None
-        declined = self._policy.declines(ctx, keys, offered, free, may_evict)
-        self._policy.released(skipped)
+        declined = self.policy.declines(ctx, keys, offered, free, may_evict)
+        self.policy.released(skipped)
         if declined:
             wanted = [key for key in wanted if key not in declined]
         return wanted, declined
@@ -924,7 +880,7 @@ class Primary(ResidentBlocks):
         self._blocks.clear()
         self._writers.clear()
         self.loading.clear()
-        self._policy.clear()
+        self.policy.clear()
         if self._admission is not None:
             self._admission.clear()
         self.pool.reset(still_touched)
@@ -956,56 +912,40 @@ class Primary(ResidentBlocks):
             "held": held,
         }
 
-    def state_of(self, key: OffloadKey) -> BlockState:
-        """Return the state of a key."""
-        slot = self._blocks.get(key)
-        if slot is None:
-            return BlockState.ABSENT
-        if self._refs[slot] < 0:
-            return BlockState.WRITING
-        return BlockState.PINNED if self._refs[slot] & PINS else BlockState.IDLE
+    def num_in_use(self, keys: Sequence[OffloadKey]) -> int:
+        """Return how many of these blocks are pinned or being written."""
+        refs = self._refs
+        slots = self._blocks.find(keys)
+        return sum(slot is not None and refs[slot] & PINS > 0 for slot in slots)
 
     @property
     def stored_now(self) -> int:
         """Number of blocks that requests are writing."""
         return len(self._writers)
 
-    def loads(self) -> Counter[OffloadKey]:
-        """Return how many loads pin each key. For invariants and inspection."""
-        return self.loading.total()
-
     # -- internal -------------------------------------------------------------------------------
-
-    def _reserve_excluding(
-        self,
-        unpinned: Collection[int],
-        missing: Sequence[OffloadKey],
-        writer: ReqContext,
-        is_own_prefix: Callable[[OffloadKey], bool] | None,
-    ) -> tuple[list[int], list[OffloadKey]] | None:
-        """Call `_reserve` while the blocks in the slots `unpinned` are pinned temporarily."""
-        if not unpinned:
-            return self._reserve(missing, writer, is_own_prefix)
-        room_made = self.room_made
-        self._hold(unpinned)
-        try:
-            return self._reserve(missing, writer, is_own_prefix)
-        finally:
-            self._unhold(unpinned)
-            self.room_made = room_made  # no room was made: the blocks had been evictable
 
     def _reserve(
         self,
         missing: Sequence[OffloadKey],
         writer: ReqContext | None,
         is_own_prefix: Callable[[OffloadKey], bool] | None = None,
+        unpinned: Collection[int] = (),
     ) -> tuple[list[int], list[OffloadKey]] | None:
         """Reserve slots; return them and the evicted keys, or None if there is no room.
 
-        Keys for which `is_own_prefix` is true are not evicted.
+        Keys for which `is_own_prefix` is true are not evicted, nor blocks in the slots `unpinned`.
         """
         if not missing:
             return [], []
+        if unpinned:
+            room_made = self.room_made
+            self._hold(unpinned)
+            try:
+                return self._reserve(missing, writer, is_own_prefix)
+            finally:
+                self._unhold(unpinned)
+                self.room_made = room_made  # no room was made: the blocks had been evictable
         if len(missing) > self.room:
             return None
         deficit = max(0, len(missing) - self.pool.unused.count)
@@ -1026,7 +966,7 @@ class Primary(ResidentBlocks):
         if writer is not None:
             self._writers.update(dict.fromkeys(slots, writer))
         self._writing += len(missing)
-        self._policy.admit(missing, slots)
+        self.policy.admit(missing, slots)
         return slots, evicted
 
     def _evict(self, victims: Sequence[int]) -> list[OffloadKey]:
@@ -1051,39 +991,44 @@ class Primary(ResidentBlocks):
         """
         is_evictable = self._is_evictable_first if self._protected else self._is_evictable
         if is_own_prefix is not None:
-            return self._evict_excluding_prefix(missing, deficit, is_evictable, is_own_prefix)
-        victims = self._policy.make_room(missing, deficit, is_evictable)
+            may_evict, skipped = self._eviction_test(is_own_prefix)
+            victims = self.policy.make_room(missing, deficit, may_evict)
+            self.policy.released(skipped)
+            return victims
+        victims = self.policy.make_room(missing, deficit, is_evictable)
         if victims is None and deficit > self._idle and self.on_evicted is not None:
             # The policy has proposed every slot, so `_protected_slots` is complete.
             self.on_evicted(self._protected_slots.first(deficit - self._idle))
-            victims = self._policy.make_room(missing, deficit, is_evictable)
+            victims = self.policy.make_room(missing, deficit, is_evictable)
         return victims
 
-    def _evict_excluding_prefix(
-        self,
-        missing: Sequence[OffloadKey],
-        deficit: int,
-        is_evictable: Callable[[int], bool],
-        is_own_prefix: Callable[[OffloadKey], bool],
-    ) -> list[int] | None:
-        """Choose slots to evict, but none whose key satisfies `is_own_prefix`."""
-        skipped: list[int] = []
-        key_of = self._blocks.key_of
+    def _eviction_test(
+        self, is_own_prefix: Callable[[OffloadKey], bool], unpinned: Collection[int] = ()
+    ) -> tuple[Callable[[int], bool], list[int]]:
+        """Return a test that excludes blocks whose keys satisfy `is_own_prefix`.
+
+        Args:
+            is_own_prefix: Whether a block is not to be evicted.
+            unpinned: Slots of further such blocks.
+
+        Returns:
+            The test, and a list of the evictable slots that it excludes; release them afterwards.
+        """
+        is_evictable = self._is_evictable_first if self._protected else self._is_evictable
+        key_of, skipped = self._blocks.key_of, list(unpinned)
 
         def may_evict(slot: int) -> bool:
-            if not is_evictable(slot):
+            if not is_evictable(slot) or slot in unpinned:
                 return False
             if not is_own_prefix(key_of(slot)):
                 return True
             skipped.append(slot)
             return False
 
-        victims = self._policy.make_room(missing, deficit, may_evict)
-        self._policy.released(skipped)
-        return victims
+        return may_evict, skipped
 
     def _is_evictable_first(self, slot: int) -> bool:
-        """Return whether the block in a slot is evictable; add a protected one to the last."""
+        """Return whether a slot's block is evictable; add a protected one to `_protected_slots`."""
         count = self._refs[slot]
         if count > 0 and not count & PINS:
             self._protected_slots.note(slot)
@@ -1104,14 +1049,14 @@ class Primary(ResidentBlocks):
         self._writing -= len(slots)
         self._idle += len(slots)
         self.room_made += len(slots)
-        self._policy.released(slots)
+        self.policy.released(slots)
         self.event_log.add(keys, removed=False)
         self._tell_ended(keys)
 
     def _forget(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
         for slot in slots:
             self._writers.pop(slot, None)
-        self._policy.discard(slots)
+        self.policy.discard(slots)
         self._blocks.remove(slots)
         self._writing -= len(slots)
         self.event_log.add(keys, removed=True, metadata_only=True)
@@ -1122,3 +1067,21 @@ class Primary(ResidentBlocks):
             self.on_write_ended(keys)
         if self.decided is not None:
             self.decided(keys)
+
+
+PRIMARY_FIGURES: Final = FigureSet(
+    PrimaryCounters,
+    {
+        "slots": "counts",
+        "load_pins": "loading.num_pins",
+        "events_dropped": "event_log.dropped",
+    },
+)
+"""Copies the figures of a `Primary`."""
+
+
+def read_primary(taken: Figures, row_bytes: int) -> PrimaryStatistics:
+    """Return the statistics of a primary from its figures; `row_bytes` is 0 without memory."""
+    figures = PRIMARY_FIGURES.named(taken)
+    slots = SlotStatistics(**figures.pop("slots"))
+    return PrimaryStatistics(**figures, slots=slots, row_bytes=row_bytes)

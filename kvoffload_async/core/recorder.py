@@ -13,6 +13,7 @@ import heapq
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, Final
 from weakref import WeakKeyDictionary, ref
@@ -75,51 +76,32 @@ _RECORD_BYTES: Final = 3 << 10
 _FIELD_BYTES: Final = 40
 """Size of an event's field: a number and the reference to it."""
 _END_BYTES: Final = 13 * _FIELD_BYTES + 4 * _LEAST_ERROR_CHARS
-"""Space that a started job reserves for its end."""
+"""Bytes that a started job reserves for its end event."""
 
 
+@dataclass(slots=True, eq=False)
 class _Record:
     """The recorded events of one request, within `MAX_BYTES`."""
 
-    __slots__ = (
-        "asks_since_s",
-        "began_s",
-        "ctx",
-        "dropped",
-        "ended_s",
-        "events",
-        "finished_s",
-        "free_bytes",
-        "is_done",
-        "max_events",
-        "open_jobs",
-        "parent",
-        "req_id",
-        "waited_s",
-    )
-
-    def __init__(
-        self, ctx: ReqContext, began_s: float, max_events: int, parent: object | None
-    ) -> None:
-        self.ctx = ref(ctx)
-        """Weak, because a context may reference a whole prompt."""
-        self.req_id = ctx.req_id[:MAX_ID_CHARS]
-        self.max_events = max_events
-        self.free_bytes = MAX_BYTES - _RECORD_BYTES
-        self.began_s = began_s
-        self.asks_since_s: float | None = None
-        """Time of the first lookup since the request was last scheduled."""
-        self.waited_s = 0.0
-        """As `RequestTimeline.waited_s`, but includes notes that were dropped."""
-        self.finished_s: float | None = None
-        self.ended_s: float | None = None
-        self.is_done = False
-        """Whether no more jobs can start."""
-        self.events: list[_Raw] = []
-        self.open_jobs: dict[tuple[str, int], _Raw] = {}
-        """Started jobs that have not ended; space is reserved for the end of each."""
-        self.dropped = 0
-        self.parent = parent
+    ctx: ref[ReqContext]
+    """Weak reference to the context, which may reference a whole prompt."""
+    req_id: str
+    began_s: float
+    max_events: int
+    parent: object | None
+    free_bytes: int = MAX_BYTES - _RECORD_BYTES
+    asks_since_s: float | None = None
+    """Time of the first lookup since the request was last scheduled."""
+    waited_s: float = 0.0
+    """As `RequestTimeline.waited_s`, but includes notes that were dropped."""
+    finished_s: float | None = None
+    ended_s: float | None = None
+    is_done: bool = False
+    """Whether no more jobs can start."""
+    events: list[_Raw] = field(default_factory=list)
+    open_jobs: dict[tuple[str, int], _Raw] = field(default_factory=dict)
+    """Started jobs that have not ended; space is reserved for the end of each."""
+    dropped: int = 0
 
     def add(self, event: _Raw, text: str | None = None, *, ends: int = 0) -> bool:
         """Store an event; return False if the record is full.
@@ -165,23 +147,21 @@ class RequestRecorder:
 
     Attributes:
         max_requests: Maximum number of requests kept.
-        now_s: Time of the next event.
+        now_s: Time of the latest event.
+        clock: Returns the time; None: only `advance` sets it.
         find_parent: Returns the trace context of a new request.
-        dropped_timelines: Number of complete timelines that were dropped before they were taken.
     """
 
     def __init__(self, max_requests: int, max_events: int = MAX_EVENTS) -> None:
         self.max_requests = max_requests
         self._max_events = max_events
         self.now_s = 0.0
+        self.clock: Callable[[], float] | None = None
         self.find_parent: Callable[[ReqContext], object | None] = _own_parent
-        self.dropped_timelines = 0
         self._records: dict[_Record, None] = {}
         self._ended: dict[_Record, None] = {}
-        self._live: dict[ReqContext, _Record] = {}
-        """Requests that have not ended; only their contexts are referenced strongly."""
-        self._past: WeakKeyDictionary[ReqContext, _Record] = WeakKeyDictionary()
-        """Requests that have ended: late copies may still report events for them."""
+        self._by_context: WeakKeyDictionary[ReqContext, _Record] = WeakKeyDictionary()
+        """All records whose context is in use; late copies report events after a request's end."""
         self._by_id: dict[str, _Record] = {}
         self._complete: deque[RequestTimeline] | None = None
         self._figures: Figures = lambda: (0,)
@@ -199,9 +179,9 @@ class RequestRecorder:
         self._before = figures()
 
     def keep_complete(self) -> None:
-        """From now on, keep the timelines of ended and dropped requests for `take_complete`."""
+        """From now on, keep timelines of ended and dropped requests for `take_complete`."""
         if self._complete is None:
-            self._complete = deque()
+            self._complete = deque(maxlen=self.max_requests)
 
     def advance(self, now_s: float) -> None:
         """Set the time; it never goes back."""
@@ -211,39 +191,41 @@ class RequestRecorder:
 
     def begin(self, ctx: ReqContext) -> None:
         """Record the start of a request."""
-        self._end_round()
-        if (known := self._find(ctx)) is not None:
+        self._catch_up()
+        if (known := self._by_context.get(ctx)) is not None:
             self._forget(known)
         elif len(self._records) == self.max_requests:
             self._forget(next(iter(self._ended or self._records)))
-        record = _Record(ctx, self.now_s, self._max_events, self.find_parent(ctx))
+        req_id, parent = ctx.req_id[:MAX_ID_CHARS], self.find_parent(ctx)
+        record = _Record(ref(ctx), req_id, self.now_s, self._max_events, parent)
         self._records[record] = None
-        self._live[ctx] = self._by_id[record.req_id] = record
+        self._by_context[ctx] = self._by_id[req_id] = record
 
     def finish(self, ctx: ReqContext) -> None:
         """Record that the scheduler has finished a request; jobs may follow."""
-        self._end_round()
-        if record := self._find(ctx):
+        self._catch_up()
+        if record := self._by_context.get(ctx):
             record.finished_s = self.now_s
 
     def done(self, ctx: ReqContext) -> None:
         """Record that no more jobs can start for a request."""
-        self._end_round()
-        if record := self._find(ctx):
+        self._catch_up()
+        if record := self._by_context.get(ctx):
             record.is_done = True
             self._end_if_done(record)
 
     def begin_round(self, ctx: ReqContext) -> None:
         """Record the start of a round of lookups."""
-        self._end_round()
+        self._catch_up()
         self._asking, self._asked_s = ctx, self.now_s
-        record = self._find(ctx)
+        record = self._by_context.get(ctx)
         if record is not None and record.asks_since_s is None:
             record.asks_since_s = self.now_s
 
     def scheduled(self, ctx: ReqContext) -> None:
         """Record that a request no longer waits for lookups; ignored without a lookup."""
-        record = self._find(ctx)
+        self._catch_up()
+        record = self._by_context.get(ctx)
         if record is not None and record.asks_since_s is not None:
             since_s, record.asks_since_s = record.asks_since_s, None
             record.waited_s += self.now_s - since_s
@@ -260,8 +242,8 @@ class RequestRecorder:
         seconds: float | None = None,
     ) -> None:
         """Record an event of a given kind; consecutive equal events are merged and counted."""
-        self._end_round()
-        record = self._find(ctx)
+        self._catch_up()
+        record = self._by_context.get(ctx)
         if record is None:
             return
         last = record.events[-1] if record.events else None
@@ -280,8 +262,8 @@ class RequestRecorder:
         size: tuple[int, int],
     ) -> None:
         """Record a submitted copy of (blocks, bytes), and reserve space for its end."""
-        self._end_round()
-        record = self._find(ctx)
+        self._catch_up()
+        record = self._by_context.get(ctx)
         if record is None:
             return
         job = (JobStarted, self.now_s, job_id, tier, direction, *size)
@@ -302,8 +284,8 @@ class RequestRecorder:
         is_overdue: bool = False,
     ) -> None:
         """Record the result of a copy."""
-        self._end_round()
-        record = self._find(ctx)
+        self._catch_up()
+        record = self._by_context.get(ctx)
         if record is None or (tier, job_id) not in record.open_jobs:
             return
         job = record.open_jobs.pop((tier, job_id))
@@ -314,7 +296,7 @@ class RequestRecorder:
 
     def note_all_live(self, kind: NoteKind) -> None:
         """Record an event for every request that has not finished."""
-        for ctx, record in self._live.items():
+        for ctx, record in self._by_context.items():
             if record.finished_s is None:
                 self.note(ctx, kind)
 
@@ -322,17 +304,17 @@ class RequestRecorder:
 
     def explain(self, req_id: str) -> RequestTimeline | None:
         """Return the timeline of a request, the latest one with this id; None: not kept."""
-        self._end_round()
+        self._catch_up()
         record = self._by_id.get(req_id[:MAX_ID_CHARS])
         return None if record is None else record.timeline(self._labels)
 
     def timelines(self) -> tuple[RequestTimeline, ...]:
         """Return all timelines, in the order in which the requests began."""
-        self._end_round()
+        self._catch_up()
         return tuple(record.timeline(self._labels) for record in self._records)
 
     def slowest(self, count: int) -> tuple[SlowRequest, ...]:
-        """Return the longest waits among the `RECENT` latest requests, in order. Thread-safe."""
+        """Return the slowest of the `RECENT` latest requests, longest wait first. Thread-safe."""
         # Building timelines is slow and holds the GIL: build only those to return.
         recent = [(one.waited_s, one) for one in list(self._records)[-RECENT:]]
         slow = heapq.nlargest(count, recent, key=itemgetter(0))
@@ -355,22 +337,25 @@ class RequestRecorder:
 
     def give_up(self) -> None:
         """At shutdown, complete the timelines of requests that have not ended."""
-        self._end_round()
-        for record in self._live.values():
-            self._deliver(record)
+        self._catch_up()
+        for record in self._records:
+            if record.ended_s is None:
+                self._deliver(record)
 
     # -- internal -------------------------------------------------------------------------------
 
-    def _find(self, ctx: ReqContext) -> _Record | None:
-        return self._live.get(ctx) or self._past.get(ctx)
+    def _catch_up(self) -> None:
+        """Set the time, and end the round of lookups: record its number of answers of each kind.
 
-    def _end_round(self) -> None:
-        """End the current round of lookups: record how many answers of each kind it got."""
+        Called before each event.
+        """
+        if self.clock is not None:
+            self.advance(self.clock())
         asking, self._asking = self._asking, None
         if asking is None:
             return
         before, self._before = self._before, self._figures()
-        record = self._find(asking)
+        record = self._by_context.get(asking)
         if record is None:
             return
         answers: list[int] = []
@@ -388,8 +373,6 @@ class RequestRecorder:
         if record.is_done and not record.open_jobs and record.ended_s is None:
             record.ended_s = self.now_s
             self._ended[record] = None
-            if (ctx := record.ctx()) is not None:  # pragma: no branch - it is live
-                self._past[ctx] = self._live.pop(ctx)
             self._deliver(record)
 
     def _forget(self, record: _Record) -> None:
@@ -397,20 +380,15 @@ class RequestRecorder:
         if self._by_id.get(record.req_id) is record:
             del self._by_id[record.req_id]
         if (ctx := record.ctx()) is not None:
-            self._live.pop(ctx, None)
-            self._past.pop(ctx, None)
+            self._by_context.pop(ctx, None)
         if record in self._ended:
             del self._ended[record]
         else:
             self._deliver(record)
 
     def _deliver(self, record: _Record) -> None:
-        if self._complete is None:
-            return
-        if len(self._complete) == self.max_requests:
-            self._complete.popleft()
-            self.dropped_timelines += 1
-        self._complete.append(record.timeline(self._labels))
+        if self._complete is not None:
+            self._complete.append(record.timeline(self._labels))
 
 
 def _bytes_of(event: _Raw, text: str | None) -> int:
@@ -464,7 +442,7 @@ class RecordingPlanner(Planner):
     ) -> None:
         """Report to `recorder`; times are those of `clock`, or of the step if it is None."""
         self.recorder = recorder
-        self._clock = clock
+        recorder.clock = clock or (lambda: self.now_s)
         self._names = tuple(tier.label for tier in tiers)
         super().__init__(primary, tiers, deferral_s)
         labels = [(PRIMARY, "hit"), (PRIMARY, "pending"), (PRIMARY, "miss")]
@@ -475,19 +453,13 @@ class RecordingPlanner(Planner):
         recorder.read_lookups(labels, self._lookup_figures)
         self.cascades.on_declined = self._note_declined
 
-    def tell_time(self) -> None:
-        """Set the recorder's time to the current time."""
-        self.recorder.advance(self.now_s if self._clock is None else self._clock())
-
     # -- the scheduler's calls ------------------------------------------------------------------
 
     def on_new_request(self, ctx: ReqContext, request_level_tiers: Collection[int] = ()) -> None:
         super().on_new_request(ctx, request_level_tiers)
-        self.tell_time()
         self.recorder.begin(ctx)
 
     def on_request_finished(self, ctx: ReqContext) -> None:
-        self.tell_time()
         self._live_request(ctx)  # raises if the request is unknown
         self.recorder.finish(ctx)
         super().on_request_finished(ctx)
@@ -502,13 +474,11 @@ class RecordingPlanner(Planner):
     ) -> None:
         super().complete_load(keys, ctx, generation)
         if keys:
-            self.tell_time()
             self.recorder.note(ctx, "unpinned", len(keys))
 
     def prepare_store(
         self, keys: Sequence[OffloadKey], ctx: ReqContext
     ) -> PrepareStoreOutput | None:
-        self.tell_time()
         before, declined = self._pending_counts(), self.primary.counters.declined_blocks
         output = super().prepare_store(keys, ctx)
         if output is None:
@@ -535,7 +505,6 @@ class RecordingPlanner(Planner):
         success: bool,
         generation: int | None = None,
     ) -> None:
-        self.tell_time()
         before = self._pending_counts()
         if keys:
             self.recorder.note(ctx, "stored" if success else "store_failed", len(keys))
@@ -545,21 +514,18 @@ class RecordingPlanner(Planner):
     # -- steps ----------------------------------------------------------------------------------
 
     def reset_cache(self) -> None:
-        self.tell_time()
         self.recorder.note_all_live("reset")
         super().reset_cache()
 
     # -- internal -------------------------------------------------------------------------------
 
     def _begin_round(self, request: RequestState) -> None:
-        self.tell_time()
         self.recorder.begin_round(request.ctx)
         super()._begin_round(request)
 
     def _decide(self, request: RequestState) -> bool:
         has_asked = super()._decide(request)
         if has_asked:
-            self.tell_time()
             self.recorder.scheduled(request.ctx)
         return has_asked
 
@@ -572,7 +538,6 @@ class RecordingPlanner(Planner):
         *,
         is_promotion: bool,
     ) -> None:
-        self.tell_time()
         self.recorder.job_started(
             ctx,
             self._next_job_id,
@@ -583,7 +548,6 @@ class RecordingPlanner(Planner):
         super()._submit(index, ctx, keys, slots, is_promotion=is_promotion)
 
     def _job_ended(self, index: int, job: JobMetadata, result: JobResult) -> None:
-        self.tell_time()
         landed = len(job.keys) if result.success else len(result.successful_keys or ())
         self.recorder.job_ended(
             job.req_context,
@@ -600,7 +564,6 @@ class RecordingPlanner(Planner):
 
     def _job_released(self, index: int, record: JobRecord) -> None:
         job = record.job
-        self.tell_time()
         self.recorder.note(job.req_context, "released", len(job.keys), tier=self._names[index])
         super()._job_released(index, record)
 

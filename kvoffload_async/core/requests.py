@@ -2,107 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection
+from dataclasses import dataclass, field
 
 from kvoffload_async.types import OffloadKey, ReqContext
 
 
+@dataclass(slots=True, eq=False)
 class RequestState:
     """One request, from `on_new_request` until all tiers were notified of its end.
 
     `Room` alone writes `wants`, `ticket`, `awaits`, `is_cut`, `is_queued` and `is_refused`.
     """
 
-    __slots__ = (
-        "_deferred_at_s",
-        "_deferred_s",
-        "_undecided_since_s",
-        "again",
-        "asked_at_s",
-        "awaits",
-        "blocked_since_s",
-        "ctx",
-        "decided",
-        "failed",
-        "is_cut",
-        "is_deferred",
-        "is_expired",
-        "is_finished",
-        "is_queued",
-        "is_refused",
-        "lacking",
-        "parked",
-        "prefetched",
-        "request_level_tiers",
-        "searched",
-        "ticket",
-        "undecided_blocks",
-        "waits",
-        "wants",
-        "writing",
-    )
-
-    def __init__(self, ctx: ReqContext, request_level_tiers: Collection[int]) -> None:
-        self.ctx = ctx
-        self.request_level_tiers = tuple(request_level_tiers)
-        self.is_finished = False
-        self.is_expired = False
-        """Whether the deferral limit has passed: pending counts as missing from now on."""
-        self.writing: set[OffloadKey] = set()
-        """Keys with granted slots whose write has not ended."""
-        self.undecided_blocks: dict[int, dict[OffloadKey, None]] = {}
-        """Tier -> stored blocks of which the request's end decides whether the tier stores them."""
-        self.parked: dict[OffloadKey, None] = {}
-        """Keys to cascade to the request-level tiers once another request has written them."""
-        self.failed: set[tuple[int, OffloadKey]] = set()
-        """(tier, key) of failed promotions, which are not retried for this request."""
-        self.lacking: dict[int, set[OffloadKey]] = {}
-        """Tier -> keys that the tier lacks; not looked up there again while the request waits."""
-        self.searched: dict[OffloadKey, bool] = {}
-        """Key that this step's lookups have searched in the tiers and not missed -> whether a tier
-        has it: if not, the answer is outstanding."""
-        self.again: Collection[OffloadKey] = ()
-        """The keys of the last step's `searched`, while the request waits: it will ask again."""
-        self.decided: set[OffloadKey] = set()
-        """Keys that were answered HIT or MISS."""
-        self.asked_at_s = 0.0
-        """Time of the last lookup, in seconds."""
-        self.waits = False
-        """Whether the request has made a lookup and not proceeded since."""
-        self.is_deferred = False
-        """Whether a lookup of this step was deferred."""
-        self.wants: dict[OffloadKey, None] = {}
-        """The run of a request in the queue or with a ticket, and what lies behind it."""
-        self.ticket: dict[OffloadKey, bool] = {}
-        """Pinned key -> whether it was promoted for this request; empty: no ticket. See `Room`."""
-        self.awaits = 0
-        """Number of the ticket's blocks that are still being written."""
-        self.is_queued = False
-        """Whether the request waits in the queue for its ticket."""
-        self.is_refused = False
-        """Whether the request has left the queue without room: what it lacks counts as missing in
-        its next lookups."""
-        self.blocked_since_s: float | None = None
-        """Since when, as the first in the queue, it has asked for room while no ticket is left."""
-        self.is_cut = False
-        """Whether the early ticket names only a part of what there is of the prompt."""
-        self.prefetched: list[OffloadKey] = []
-        """Blocks that were promoted ahead for this request."""
-        self._deferred_s = 0.0
-        self._deferred_at_s: float | None = None
-        self._undecided_since_s: float | None = None
+    ctx: ReqContext
+    request_level_tiers: Collection[int] = ()
+    is_finished: bool = False
+    is_expired: bool = False
+    """Whether the deferral limit has passed: pending blocks count as missing from now on."""
+    writing: set[OffloadKey] = field(default_factory=set)
+    """Keys with granted slots whose write has not ended."""
+    undecided_blocks: dict[int, dict[OffloadKey, None]] = field(default_factory=dict)
+    """Tier -> blocks that the tier will store or decline when the request ends."""
+    parked: dict[OffloadKey, None] = field(default_factory=dict)
+    """Keys to cascade to the request-level tiers once another request has written them."""
+    failed: set[tuple[int, OffloadKey]] = field(default_factory=set)
+    """(tier, key) of failed promotions, which are not retried for this request."""
+    lacking: dict[int, set[OffloadKey]] = field(default_factory=dict)
+    """Tier -> keys that the tier lacks; not looked up there again while the request waits."""
+    searched: dict[OffloadKey, bool] = field(default_factory=dict)
+    """Key looked up in the tiers in this step without a miss -> whether a tier has the block; if
+    not, the answer is outstanding."""
+    again: Collection[OffloadKey] = ()
+    """The keys of the last step's `searched`, which the waiting request will look up again."""
+    decided: set[OffloadKey] = field(default_factory=set)
+    """Keys that were answered HIT or MISS."""
+    asked_at_s: float = 0.0
+    """Time of the last lookup, in seconds."""
+    waits: bool = False
+    """Whether the request has made a lookup and not proceeded since."""
+    is_deferred: bool = False
+    """Whether a lookup of this step was deferred."""
+    wants: dict[OffloadKey, None] = field(default_factory=dict)
+    """Keys that a request in the queue or with a ticket wants: its leading run and the rest."""
+    ticket: dict[OffloadKey, bool] = field(default_factory=dict)
+    """Pinned key -> whether it was promoted for this request; empty: no ticket. See `Room`."""
+    awaits: int = 0
+    """Number of the ticket's blocks that are still being written."""
+    is_queued: bool = False
+    """Whether the request waits in the queue for its ticket."""
+    is_refused: bool = False
+    """Whether the request has left the queue without room: blocks that it lacks count as missing in
+    its next lookups."""
+    blocked_since_s: float | None = None
+    """Time since which the request, first in the queue, has waited while no ticket is left."""
+    is_cut: bool = False
+    """Whether the early ticket names only a part of the blocks found of the prompt."""
+    prefetched: list[OffloadKey] = field(default_factory=list)
+    """Blocks that were promoted ahead for this request."""
+    _deferred_s: float = 0.0
+    _deferred_at_s: float | None = None
+    _undecided_since_s: float | None = None
 
     @property
     def can_end(self) -> bool:
         """Whether the request is finished and can submit no more jobs."""
         return self.is_finished and not self.writing and not self.parked
-
-    def ordered(self, keys: Iterable[OffloadKey]) -> Sequence[OffloadKey]:
-        """Return keys in prompt order if their positions are known, else as given."""
-        positions, keys = self.ctx.key_positions, list(keys)
-        known = [key for key in keys if key in positions]
-        known.sort(key=positions.__getitem__)
-        return known + [key for key in keys if key not in positions]
 
     def defer(self, now_s: float, limit_s: float, *, counts: bool) -> bool:
         """Record a deferred lookup; return True if this reaches the limit on deferral.
@@ -121,7 +86,7 @@ class RequestState:
         return True
 
     def end_deferral(self) -> None:
-        """Record that lookups are not deferred: the time until one is again does not count."""
+        """Record that lookups are not deferred; the time until the next deferral does not count."""
         self._deferred_at_s = None
         self.lacking.clear()
         self.again = ()

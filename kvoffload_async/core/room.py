@@ -79,6 +79,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
 from typing import Final
 
+from kvoffload_async.core.admission import in_prompt_order
 from kvoffload_async.core.ledger import JobAbandoned, JobState
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.requests import RequestState
@@ -143,34 +144,34 @@ class Room:
         self._unnamed_in_flight = 0
         """Number of keys of `in_flight` that no ticket names."""
         self._landed: dict[RequestState, float] = {}
-        """Request whose ticket has landed -> `_contended_s` then."""
+        """Request whose ticket's blocks have all landed -> `_contended_s` at that time."""
         self.early: dict[RequestState, tuple[float, int]] = {}
         """Request with an early ticket -> when it was granted, and how many blocks of it no other
         ticket named then; oldest first. Read-only."""
         self._contended_s = 0.0
-        """Total time during which somebody waited for room."""
+        """Total time during which a request or a store waited for room."""
         self._is_contended = False
-        """Whether, in the last step, a request asked from the queue or a store was refused."""
+        """Whether, in the last step, a request waited in the queue or a store was refused."""
         self._is_store_refused = False
         """Whether a store of this step has found too little room."""
         self._stepped_at_s = 0.0
         self._rounds: list[tuple[RequestState, int]] = []
-        """Requests that made lookups in this step, each with the index in `found` of its first."""
+        """Requests that made lookups in this step, with the index in `found` of the first key."""
         self._used: list[RequestState] = []
         """Requests that load blocks of their tickets in this step."""
         self.guarded: list[OffloadKey] = []
         self._num_examined = 0
         """Length of the prefix of `found` that is guarded."""
         self._version = 0
-        """Number of changes to tickets; with the primary's, shows whether the head may fit now."""
+        """Number of changes to tickets; with `room_made`, shows if the queue's head may fit now."""
         self._blocked_at: tuple[RequestState, int, int] | None = None
-        """The head that did not fit, and the versions then."""
+        """The queue's head that did not fit, with `_version` and `room_made` at that time."""
         self._searched_s = 0.0
-        """When the tiers were last asked for the whole run of a head that did not fit."""
+        """When the tiers were last searched for the run of the queue's head."""
         self._head_needs = 0
         """Slots to be left to the head of the queue, in addition to its readable blocks."""
         self._num_withheld = 0
-        """Slots that stores have asked for without effect since a request last left the queue."""
+        """Slots that were refused to stores since a request last left the queue."""
 
     # -- inspection -----------------------------------------------------------------------------
 
@@ -199,7 +200,7 @@ class Room:
         return request in self._used
 
     def wakes_in_s(self) -> float:
-        """Return the seconds until time alone may end a wait for room; inf if none waits."""
+        """Return the seconds until a wait for room may time out; inf if no request waits."""
         return TURN_S / 2 if self.queue else math.inf
 
     # -- requests -------------------------------------------------------------------------------
@@ -216,7 +217,7 @@ class Room:
             self._note_landed(request)  # its turn begins
 
     def hold(self, request: RequestState, keys: Sequence[OffloadKey]) -> int | None:
-        """Give a request a ticket for readable blocks, without their promotion.
+        """Give a request a ticket for readable blocks, without promoting any.
 
         Args:
             request: The request.
@@ -314,7 +315,7 @@ class Room:
         return granted
 
     def store_refused(self) -> None:
-        """Record that a store has found too little room: tickets that are unused give way."""
+        """Record that a store has found too little room, so that unused tickets give way."""
         self._is_store_refused = True
 
     def guard_hits(self) -> None:
@@ -364,7 +365,7 @@ class Room:
         self.unwritten(keys, tier, may_retry=is_early)
 
     def written(self, keys: Sequence[OffloadKey]) -> None:
-        """Pin readable blocks that tickets name; a ticket without others awaited has landed."""
+        """Pin newly readable blocks that tickets name; a ticket that awaits no more has landed."""
         if not self._awaited:
             return
         named = [key for key in keys if key in self._awaited]
@@ -378,7 +379,7 @@ class Room:
     def unwritten(
         self, keys: Sequence[OffloadKey], tier: int | None = None, *, may_retry: bool = False
     ) -> None:
-        """Cut the tickets that name blocks whose write has failed.
+        """Shorten the tickets that name blocks whose write has failed.
 
         A ticket ends before the first of them. If another tier has one, the whole ticket ends,
         and the request asks again.
@@ -404,13 +405,13 @@ class Room:
     # -- steps ----------------------------------------------------------------------------------
 
     def begin_step(self, now_s: float) -> None:
-        """Count the time since the last step, if somebody waited for room in it."""
+        """Count the time since the last step, if a request or a store waited for room in it."""
         if self._is_contended:
             self._contended_s += max(0.0, now_s - self._stepped_at_s)
         self._stepped_at_s = now_s
 
     def serve_first(self) -> None:
-        """Serve the queue at the start of a step, before any lookup but after all ends."""
+        """Serve the queue at a step's start, after ended jobs are applied, before any lookup."""
         self._serve(self._stepped_at_s)
 
     def end_step(self) -> bool:
@@ -461,7 +462,7 @@ class Room:
     # -- internal -------------------------------------------------------------------------------
 
     def _end_rounds(self) -> None:
-        """Queue the requests whose lookups were deferred, with all that they asked for."""
+        """Queue the requests whose lookups were deferred, with all keys that they looked up."""
         ends = [start for _, start in self._rounds[1:]] + [len(self.found)]
         asked: dict[RequestState, list[OffloadKey]] = {}
         for (request, start), end in zip(self._rounds, ends, strict=True):
@@ -481,12 +482,14 @@ class Room:
         self._num_examined = 0
 
     def _want(self, request: RequestState, keys: Sequence[OffloadKey]) -> None:
-        """Queue a request for what it has asked for, unless it waits for just that already."""
+        """Queue a request for room, unless it has a ticket and none of these keys is new."""
+        positions = request.ctx.key_positions
         if not (request.ticket or request.is_queued):
-            request.wants = dict.fromkeys(request.ordered(keys))
+            request.wants = dict.fromkeys(in_prompt_order(keys, positions))
         elif any(key not in request.wants for key in keys):
             self._release(request, list(request.ticket))
-            request.wants = dict.fromkeys(request.ordered([*request.wants, *keys]))
+            wants = in_prompt_order([*request.wants, *keys], positions)
+            request.wants = dict.fromkeys(wants)
         elif request.ticket:
             return
         self._join(request)
@@ -547,7 +550,7 @@ class Room:
     def _run_of(
         self, request: RequestState, now_s: float, *, is_due: bool
     ) -> tuple[list[OffloadKey], dict[OffloadKey, int]]:
-        """Return the leading run that a request's ticket would name, and its absent keys' tiers.
+        """Return the leading run of keys for a request's ticket, and its absent keys with tiers.
 
         A search in the tiers costs time per block, so a run that does not fit is searched only when
         `is_due`; otherwise all that the request wants counts as found.
@@ -577,7 +580,7 @@ class Room:
         )
 
     def _is_starved(self, head: RequestState, now_s: float) -> bool:
-        """Return whether the head has asked for `TURN_S` while no ticket or promotion was left."""
+        """Return whether the head has waited `TURN_S` seconds with no ticket or promotion left."""
         if self.named:
             return False
         if head.blocked_since_s is None:
@@ -587,7 +590,7 @@ class Room:
     def _grant_part(
         self, head: RequestState, run: Sequence[OffloadKey], absent: dict[OffloadKey, int]
     ) -> None:
-        """Grant the longest leading part of a run that fits; without any, end the wait."""
+        """Grant the longest leading part of a run that fits; if none does, end the wait."""
         fitting, too_long = 0, len(run)
         while too_long - fitting > 1:
             middle = (fitting + too_long) // 2
@@ -609,7 +612,7 @@ class Room:
         *,
         is_early: bool = False,
     ) -> bool:
-        """Pin a run, and promote its absent blocks, one job a tier; False if nothing was done."""
+        """Pin a run and promote its absent blocks, one job per tier; False if slots are short."""
         holders, in_flight = self._holders, self.in_flight
         states = zip(run, self._primary.lookup_many(run), strict=True)
         being_written = {key for key, state in states if state is not _HIT}
@@ -646,7 +649,7 @@ class Room:
         return True
 
     def _release(self, request: RequestState, keys: Iterable[OffloadKey]) -> None:
-        """Take keys out of a request's ticket; without any left, the ticket has ended."""
+        """Remove keys from a request's ticket; a ticket without keys has ended."""
         holders, awaited = self._holders, self._awaited
         last: list[OffloadKey] = []
         for key in keys:
@@ -679,12 +682,12 @@ class Room:
         self._landed[request] = self._contended_s
 
     def _notify(self, request: RequestState) -> None:
-        """Notify the waiters for a request's keys that it should repeat its lookups."""
+        """Notify the listeners of a request's keys that it should repeat its lookups."""
         if self._primary.decided is not None:
             self._primary.decided(list(request.wants))
 
     def _give_up_silent(self, now_s: float) -> None:
-        """Give up the promotions of silent tiers: somebody waits for their slots."""
+        """Give up the promotions of silent tiers, because others wait for their slots."""
         for tier in self._tiers:
             if not tier.falls_silent(now_s):
                 continue
@@ -702,7 +705,7 @@ class RoomWatch:
     """
 
     def __init__(self) -> None:
-        """Start with nothing left out."""
+        """Start with no blocks left out."""
         self._seen: int | None = None
 
     def most_blocks(self, room_made: int) -> int | None:

@@ -7,9 +7,8 @@ from functools import partial
 from itertools import islice
 from typing import Final
 
-from kvoffload_async.core.index import CostGatedIndex
 from kvoffload_async.core.requests import RequestState
-from kvoffload_async.core.tier_state import TierLookup, TierState
+from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.statistics import MissReason, SkipReason
 from kvoffload_async.types import Locality, LookupResult, OffloadKey, ReqContext
 
@@ -19,7 +18,7 @@ _RETRY: Final = LookupResult.RETRY
 _FOUND: Final = LookupResult.HIT_PENDING
 
 Verdict = LookupResult | MissReason
-"""Result of a search: HIT_PENDING if a tier has the block, RETRY if unknown, or why none has."""
+"""Result of a search: HIT_PENDING if a tier has the block, RETRY if unknown, or a miss's reason."""
 
 
 class TierSearch:
@@ -32,18 +31,14 @@ class TierSearch:
     Not thread-safe; call only from the owner's thread.
 
     Attributes:
-        sources: The lookup source of each tier: its `TierState`, or an observer that wraps it.
         has_unknown: Whether a cost-gated tier waits for nearer tiers to resolve keys.
     """
 
     def __init__(self, tiers: Sequence[TierState]) -> None:
         self._tiers = tiers
-        self.sources: list[TierLookup] = list(tiers)
         self.has_unknown = False
         self._skipped: list[SkipReason | None] = []
         """By tier: why the request of the current round cannot load from it; None if it can."""
-        self._nearer_in_use: list[list[tuple[bool, bool]]] = [[] for _ in tiers]
-        """By tier: (is available, loads permitted) of each nearer tier at the last `_resolve`."""
 
     def begin_round(self, request: RequestState, now_s: float, *, is_early: bool = False) -> None:
         """Begin a request's series of lookups: find out from which tiers it may load now.
@@ -117,17 +112,8 @@ class TierSearch:
         self.has_unknown = False
         for index, tier in enumerate(self._tiers):
             if tier.cost_gated is not None and tier.cost_gated.unknown:
-                self._resolve(tier.cost_gated, index, now_s)
+                tier.cost_gated.resolve(partial(_ask_nearer, self._tiers[:index], now_s))
                 self.has_unknown |= bool(tier.cost_gated.unknown)
-
-    def _resolve(self, cost_gated: CostGatedIndex, index: int, now_s: float) -> None:
-        nearer = self._tiers[:index]
-        for tier in nearer:
-            tier.index.watch(cost_gated.resolved)
-        in_use = [(tier.is_available, tier.health.loads.permits(now_s)) for tier in nearer]
-        has_changed = in_use != self._nearer_in_use[index]
-        self._nearer_in_use[index] = in_use
-        cost_gated.resolve(partial(_ask_nearer, nearer, now_s), all_requests=has_changed)
 
     def _unfound(
         self, tier: TierState, request: RequestState, verdicts: Mapping[OffloadKey, Verdict]
@@ -196,7 +182,7 @@ class TierSearch:
             keys = [key for key in keys if key not in lacking]
         if not keys:
             return
-        answers = self.sources[index].lookup_many(keys, request.ctx, stop_at_miss=stop_at_miss)
+        answers = tier.lookup_many(keys, request.ctx, stop_at_miss=stop_at_miss)
         missing: list[OffloadKey] = []
         for number, answer in enumerate(answers):  # fewer than keys after a miss
             if answer is _MISS:

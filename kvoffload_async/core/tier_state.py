@@ -6,8 +6,8 @@ promotions and cascades occupy their slots until the copy ends, however late.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Final, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final
 
 from kvoffload_async.abc.events import (
     AnnouncementRefused,
@@ -19,13 +19,12 @@ from kvoffload_async.abc.events import (
     TierEvent,
 )
 from kvoffload_async.core.backpressure import Backpressure
-from kvoffload_async.core.counters import TierCounters, TierObservations
+from kvoffload_async.core.counters import Figures, FigureSet, TierCounters
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.health import BreakerSettings, BreakerState, TierHealth
 from kvoffload_async.core.index import BreakEven, CostGatedIndex, KeyIndex
 from kvoffload_async.core.ledger import (
     JobAbandoned,
-    JobRecord,
     JobState,
     Launched,
     Ledger,
@@ -41,36 +40,24 @@ from kvoffload_async.errors import (
     StateError,
     TierClosedError,
 )
-from kvoffload_async.statistics import SkipReason
+from kvoffload_async.statistics import SkipReason, TierStatistics
 from kvoffload_async.types import (
     JobId,
     JobMetadata,
     JobResult,
-    Locality,
     LookupResult,
-    Medium,
     OffloadingEvent,
     OffloadKey,
     ReqContext,
 )
 
 TURN_S: Final = 1.0
-"""The time constant of the law of room, in seconds: for a turn, and for silence; see `Room`."""
+"""Seconds until an unused ticket gives way, or a stalled tier counts as silent; see `Room`."""
 
 _GONE = (BlockMissingError, CorruptBlockError)
 _PRESUMED_BYTES_PER_S: Final = 100e6
-"""Speed of a tier that has not ended a load yet."""
+"""Load bandwidth assumed for a tier until its first load has ended."""
 _WEIGHT_OF_NEWEST: Final = 0.25
-
-
-class TierLookup(Protocol):
-    """Answers during a lookup, without I/O, whether a tier has a key."""
-
-    def lookup_many(
-        self, keys: Sequence[OffloadKey], req_context: ReqContext, *, stop_at_miss: bool
-    ) -> list[LookupResult]:
-        """Return HIT, MISS or RETRY for each key; see `KeyIndex.lookup_many`."""
-        ...
 
 
 class TierState:
@@ -90,8 +77,7 @@ class TierState:
         cascading_blocks: Blocks of stores whose copies may still run.
         promotion_slots: Slots occupied by promotions: until the block has landed, or the promotion
             was given up and its copy has ended.
-        counters: Counts of submitted jobs and of results.
-        observed: Statistics from the tier's own events.
+        counters: Counts of lookups, jobs and results, and of the tier's own events.
         effects: Effects queued for `take_effects`.
         event_log: Events for `take_events`.
         health: The breakers, which suspend a failing tier.
@@ -112,21 +98,18 @@ class TierState:
         events: EventLog,
         *,
         breaker: BreakerSettings | None = None,
-        medium: Medium = Medium.STORAGE,
-        locality: Locality = Locality.LOCAL,
         backpressure: Backpressure | None = None,
         remedies: Remedies | None = None,
     ) -> None:
-        """Start empty.
+        """Start without jobs.
 
         Args:
             name: For messages and metrics.
             index: Index of the tier's contents; this object takes ownership.
             slot_bytes: Bytes per slot.
-            events: Log to which changes of the tier's contents are added.
+            events: Log to which changes of the tier's contents are added; its medium and locality
+                are the tier's.
             breaker: Thresholds for suspending a failing tier, in each direction.
-            medium: Storage medium of the tier.
-            locality: Whether the tier is local or remote.
             backpressure: Drops cascades to the tier while it is slow.
             remedies: The tier's remedies, for log lines.
         """
@@ -134,15 +117,13 @@ class TierState:
         self.index = index
         self.lookup_many: Callable[..., list[LookupResult]] = index.lookup_many
         self.cost_gated = index if isinstance(index, CostGatedIndex) else None
-        self.jobs = Ledger(slot_bytes, self._note_result, self._note_release)
+        self.jobs = Ledger(slot_bytes, self._note_result, self._free)
         self.health = TierHealth(breaker or BreakerSettings())
-        self.medium = medium
-        self.locality = locality
+        self.medium, self.locality = events.medium, events.locality
         self.backpressure = backpressure
         self.remedies: Remedies = remedies or {}
         self.cascading_blocks = self.promotion_slots = 0
         self.counters = TierCounters()
-        self.observed = TierObservations()
         self.event_log = events
         self.effects: list[TierEffect] = []
         self.is_available = True
@@ -254,7 +235,8 @@ class TierState:
             self.promotion_slots += num_blocks
         else:
             self.cascading_blocks += num_blocks
-        self.counters.submit(job)
+        self.counters.submitted_jobs += 1
+        self.counters.submitted_loads += job.is_promotion
         if not self.jobs.accept(job):
             return
         if self._closed:
@@ -321,30 +303,76 @@ class TierState:
                 self.index.appeared(event.keys)
                 self.event_log.add(event.keys, removed=False)
             case BlocksEvicted():
-                self.observed.evicted_blocks += len(event.keys)
+                self.counters.evicted_blocks += len(event.keys)
                 self.index.vanished(event.keys, surely=True)
                 self.event_log.add(event.keys, removed=True)
             case AnnouncementRefused():  # pragma: no branch - no other event exists
-                self.observed.refused_keys += event.num_keys
+                self.counters.refused_keys += event.num_keys
 
     def take_events(self) -> Iterator[OffloadingEvent]:
         """Remove and return the events of added and removed blocks since the last call."""
         return self.event_log.take(lambda _key: False)
 
+    # -- statistics -----------------------------------------------------------------------------
+
+    def statistics(
+        self,
+        taken: Figures,
+        *,
+        waiting_jobs: int = 0,
+        gauges: Mapping[str, float] | None = None,
+    ) -> TierStatistics:
+        """Return the tier's statistics. Thread-safe.
+
+        Args:
+            taken: The figures of the tier, copied with `TIER_FIGURES`.
+            waiting_jobs: Number of launched jobs that the tier has not started.
+            gauges: The tier's own gauges, by name.
+        """
+        counted, reported = TIER_FIGURES.named(taken), gauges or {}
+        slot_bytes = self.jobs.slot_bytes
+        counted["queued_jobs"] += waiting_jobs
+        breakers = {"load": self.health.loads, "store": self.health.stores}
+        states = {way: breaker.state.name.lower() for way, breaker in breakers.items()}
+        return TierStatistics(
+            **counted,
+            name=self.label,
+            failed_bytes=counted["failed_blocks"] * slot_bytes,
+            dropped_bytes=counted["dropped_blocks"] * slot_bytes,
+            jobs_in_flight=counted["submitted_jobs"] - counted["finished_jobs"],
+            loads_in_flight=counted["submitted_loads"] - counted["finished_loads"],
+            breakers=states,
+            breaker_openings={way: breaker.openings for way, breaker in breakers.items()},
+            breaker_reasons={
+                way: breakers[way].reason for way in states if states[way] != "closed"
+            },
+            probes_outstanding=self.index.probes_outstanding,
+            events_dropped=self.event_log.dropped,
+            used_bytes=reported.get("used_bytes"),
+            capacity_bytes=reported.get("capacity_bytes"),
+            load_seconds=self.counters.load_seconds.read(),
+            store_seconds=self.counters.store_seconds.read(),
+            gauges=dict(reported),
+            break_even=None if self.cost_gated is None else self.cost_gated.statistics(),
+            is_open=self.is_available,
+        )
+
     # -- lifecycle ------------------------------------------------------------------------------
 
     def take_over(self, opened: TierState) -> None:
-        """Become available: the tier is open now. Continue with the parts of `opened`.
+        """Mark the tier, which is open now, as available, and adopt the parts of `opened`.
 
         Args:
             opened: State that was created when the tier was opened; has no jobs. Its index, event
-                log, statistics and medium replace those of this object.
+                log and medium replace those of this object.
         """
         for listener in self.index.listeners:
             opened.index.watch(listener)
         self.index, self.cost_gated = opened.index, opened.cost_gated
         self.lookup_many = opened.lookup_many
-        self.event_log, self.observed = opened.event_log, opened.observed
+        self.event_log = opened.event_log
+        self.counters.evicted_blocks += opened.counters.evicted_blocks
+        self.counters.refused_keys += opened.counters.refused_keys
         self.medium, self.locality = opened.medium, opened.locality
         self.backpressure, self.remedies = opened.backpressure, opened.remedies
         self.is_available = True
@@ -366,7 +394,7 @@ class TierState:
 
     def _finish(self, event: JobFinished) -> None:
         job = self.jobs.handle(event)
-        self.observed.finished(job, event)
+        self.counters.count_copy(job, event)
         self.is_silent, self._quiet_since_s = False, self.health.now_s or 0.0
         if event.job_error is not None:
             if job.is_promotion:
@@ -434,12 +462,22 @@ class TierState:
         else:
             self.backpressure.store_failed(now_s)
 
-    def _note_release(self, record: JobRecord) -> None:
-        self._free(record.job)
-
     def _free(self, job: JobMetadata) -> None:
         """Record that the copy of a job has ended."""
         if job.is_promotion:
             self.promotion_slots -= len(job.keys)
         else:
             self.cascading_blocks -= len(job.keys)
+
+
+TIER_FIGURES: Final = FigureSet(
+    TierCounters,
+    {
+        "queued_jobs": "jobs.queued_count",
+        "overdue_jobs": "jobs.orphaned_count",
+        "cascading_blocks": "cascading_blocks",
+        "promoting_blocks": "promotion_slots",
+    },
+    "pending_blocks",
+)
+"""Copies the figures of a `TierState`, with the number of blocks that are pending for the tier."""

@@ -1,4 +1,4 @@
-"""The driver of a planner and its tiers: what a manager and an asynchronous engine share.
+"""The driver of a planner and its tiers, shared by managers and asynchronous engines.
 
 It polls the tiers, hands the planner's effects over to them, publishes statistics, and shuts
 everything down.
@@ -6,34 +6,45 @@ everything down.
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import logging
-import math
+import platform
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
+from kvoffload_async.block_io.choice import implementation
 from kvoffload_async.config import WriteBack, one_of, parse_generation
+from kvoffload_async.core.counters import Histogram
 from kvoffload_async.core.health import BreakerSettings
 from kvoffload_async.core.invariants import check_state
 from kvoffload_async.core.planner import Planner
+from kvoffload_async.core.primary import read_primary
 from kvoffload_async.core.recorder import RecordingPlanner, RequestRecorder
-from kvoffload_async.errors import ClosedError, OffloadError, StateError, text_of
+from kvoffload_async.errors import ClosedError, ConfigError, OffloadError, StateError, text_of
 from kvoffload_async.facade.generation import Generation
-from kvoffload_async.facade.losses import LossWarnings
 from kvoffload_async.facade.primary import (
     CPUPrimaryTierOffloadingManager,
     create_admission,
     primary_text,
 )
 from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.facade.tier_group import POLL_S, TierGroup, UnopenedTier, tiers_text
-from kvoffload_async.facade.timelines import Explaining
+from kvoffload_async.facade.tier_group import (
+    POLL_S,
+    LossWarnings,
+    TierGroup,
+    UnopenedTier,
+    tiers_text,
+)
 from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.runtime.lifetime import Closing, guard_forks, warn_unclosed
-from kvoffload_async.runtime.readings import (
-    OwnerSteps,
-    read_planner,
+from kvoffload_async.statistics import (
+    HistogramStatistics,
+    OffloadingStatistics,
+    RuntimeStatistics,
 )
-from kvoffload_async.statistics import OffloadingStatistics
+from kvoffload_async.timeline import RequestTimeline, SlowRequest
 from kvoffload_async.types import (
     ENGINE_REQ_ID,
     OffloadingEvent,
@@ -45,8 +56,13 @@ from kvoffload_async.waiting import seconds
 
 logger = logging.getLogger(__name__)
 
+TimelineListener = Callable[[RequestTimeline], None]
+"""Called with a request's timeline on the owner's thread; must not block."""
 
-class PlannerDriver(Explaining):
+FindParent = Callable[[ReqContext], object | None]
+
+
+class PlannerDriver:
     """Drives a planner and its tiers, step by step, for a manager or an asynchronous engine.
 
     The driver's user calls `planner` directly for all that concerns blocks.
@@ -55,10 +71,11 @@ class PlannerDriver(Explaining):
     its stores, unless lookups have polled before. Submitted jobs are handed over at the end of the
     step.
 
-    Not thread-safe, except `stats`; call only from the owner's thread.
+    Not thread-safe, except `stats` and `slowest_requests`; call only from the owner's thread.
 
     Attributes:
         planner: Decides on all transfers.
+        recorder: Records the timelines of the last `explain_requests` requests; None: it is off.
         generation: Creates the blocks' keys. Read it once when a request begins, and use it for
             all keys of that request.
     """
@@ -115,16 +132,20 @@ class PlannerDriver(Explaining):
         )
         self.recorder = RequestRecorder(explain_requests) if explain_requests else None
         parts = (primary.core, self._tiers.states, deferral_timeout_s)
-        self.planner: Planner = (
-            Planner(*parts)
-            if self.recorder is None
-            else RecordingPlanner(*parts, self.recorder, clock)
-        )
+        if self.recorder is None:
+            self.planner = Planner(*parts)
+        else:
+            self.planner = RecordingPlanner(*parts, self.recorder, clock)
         if any(capacity is not None for capacity in reuse_capacities):
             self.planner.cascades.admission = create_admission(primary.core, reuse_capacities)
         self._losses = LossWarnings(self.planner, clock())
-        self._steps = OwnerSteps(clock, self.planner)
+        self._step_seconds = Histogram()
+        """Seconds per step that `begin_step` and `on_schedule_end` take on the owner's thread."""
+        self._step_s = 0.0
+        self._publish()
+        self._block_io = _block_io()
         self._polled_this_step = self._polled_for_stores = False
+        self._listeners: tuple[TimelineListener, ...] = ()
         self._closed = False
         self._closing: Closing[None] = Closing()
         guard_forks(self, _closed=True, _closing=Closing.closed(None))
@@ -168,7 +189,7 @@ class PlannerDriver(Explaining):
     # -- steps ----------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Apply the tiers' reports, once per step; before its first lookup.
+        """Apply the tiers' reports, once per step, before the step's first lookup.
 
         A manager's lookups do so. Its stores do not begin a step: some schedulers offer a step's
         stores after its end, and then compute for long. The next step's first lookup must see what
@@ -200,7 +221,9 @@ class PlannerDriver(Explaining):
         self.planner.end_step(() if context is None else context.new_req_ids)
         self._losses.check(self.planner.now_s)
         self._tiers.end_step(self.planner, context)
-        self._steps.ended(began_s)
+        self._step_seconds.observe(self._step_s + self._clock() - began_s)
+        self._step_s = 0.0
+        self._publish()
         if self._listeners:
             self._hand_timelines_over()
         if self._check_invariants:
@@ -215,18 +238,12 @@ class PlannerDriver(Explaining):
         return iter(events)
 
     def announce_anew(self) -> None:
-        """Announce a block again the next time that it is stored in a tier.
+        """Emit events for blocks again when they are next stored in a tier.
 
         For consumers of events that have lost their state.
         """
         for link in self._tiers.links.values():
             link.announce_anew()
-
-    @property
-    def dropped_events(self) -> int:
-        """Number of events of primary and tiers that were dropped because a buffer was full."""
-        logs = [tier.event_log for tier in self.planner.tiers]
-        return sum(log.dropped for log in (self._primary.core.event_log, *logs))
 
     def has_pending_work(self) -> bool:
         links = self._tiers.links.values()
@@ -237,13 +254,22 @@ class PlannerDriver(Explaining):
 
         Thread-safe. Other threads than the owner's get the values at the end of the last step.
         """
-        steps, bridge = self._steps, self._bridge
-        published = steps.published()
+        if threading.get_ident() == self._owner:
+            self._publish()
+        published, bridge = self._published, self._bridge
+        version, python = _versions()
         return OffloadingStatistics(
-            primary=self._primary.primary_stats(published.primary),
+            primary=read_primary(published.primary, self._primary.row_bytes),
             tiers=self._tiers.stats(published.tiers),
-            planner=read_planner(published.planner),
-            runtime=steps.read() if bridge is None else steps.read(bridge.lag, bridge.wake_ups),
+            planner=self.planner.statistics(published.planner),
+            runtime=RuntimeStatistics(
+                version=version,
+                python=python,
+                block_io=self._block_io,
+                loop_lag_seconds=HistogramStatistics() if bridge is None else bridge.lag.read(),
+                step_seconds=self._step_seconds.read(),
+                wake_ups=0 if bridge is None else bridge.wake_ups,
+            ),
         )
 
     def wait_for_progress(self, timeout_s: float) -> bool:
@@ -265,16 +291,15 @@ class PlannerDriver(Explaining):
         return self._bridge.wait_for_progress(seconds(timeout_s))
 
     def wakes_in_s(self) -> float:
-        """Return the seconds until a step is due that no notification triggers."""
-        pending_s = self.planner.cascades.wakes_in_s(self.planner.now_s)
-        due_s = math.inf if pending_s is None else pending_s
+        """Return the seconds until a step is due even without a notification."""
+        due_s = self.planner.cascades.wakes_in_s(self.planner.now_s)
         for link in self._tiers.external:  # they send no notifications
             if link.state.jobs.orphaned_count or link.has_pending_work():
                 due_s = min(due_s, POLL_S)
         return min(due_s, self.planner.room.wakes_in_s())
 
     def invalidate(self, generation: int | str) -> None:
-        """Begin another generation after a change of weights, between steps. Non-blocking.
+        """Begin a new key generation after a change of weights, between steps. Non-blocking.
 
         Blocks of former generations are no longer served from the primary or any tier, transfers
         in flight included. Requests that began before get only misses and store no more blocks.
@@ -288,6 +313,58 @@ class PlannerDriver(Explaining):
         self.generation = Generation(parse_generation(generation, "generation"))
         self.planner.prefetcher.queued.clear()
 
+    # -- timelines of requests ------------------------------------------------------------------
+
+    def explain(self, req_id: str) -> RequestTimeline | None:
+        """Return the timeline of a running or ended request, as a printable object.
+
+        If several requests have the id, the latest is returned.
+
+        Returns:
+            None if the request is not recorded.
+
+        Raises:
+            StateError: Recording is off: `explain_requests` is 0.
+        """
+        return self._require_recorder().explain(req_id)
+
+    def timelines(self) -> tuple[RequestTimeline, ...]:
+        """Return the timelines of all recorded requests, oldest first.
+
+        Raises:
+            StateError: Recording is off: `explain_requests` is 0.
+        """
+        return self._require_recorder().timelines()
+
+    def slowest_requests(self, count: int = 5) -> tuple[SlowRequest, ...] | None:
+        """Return the recent requests with the longest waits; None if recording is off.
+
+        Thread-safe.
+        """
+        return None if self.recorder is None else self.recorder.slowest(count)
+
+    def watch_timelines(
+        self, listener: TimelineListener, find_parent: FindParent | None = None
+    ) -> None:
+        """Pass each timeline to a listener, once, at the end of the step that completes it.
+
+        A timeline is complete when no copy for its request is running. At shutdown, and when the
+        recorder drops a request, the timeline is passed incomplete. The error of a listener is
+        logged, and the listener is removed.
+
+        Args:
+            listener: Called on the owner's thread; must not block.
+            find_parent: Returns the trace context of a new request; by default the request's own.
+
+        Raises:
+            StateError: Recording is off: `explain_requests` is 0.
+        """
+        recorder = self._require_recorder()
+        recorder.keep_complete()
+        if find_parent is not None:
+            recorder.find_parent = find_parent
+        self._listeners += (listener,)
+
     # -- calls that block ----------------------------------------------------------------------
 
     def reset_cache_now(self) -> None:
@@ -297,7 +374,8 @@ class PlannerDriver(Explaining):
         `Planner.reset_flushed`.
         """
         self._ensure_open()
-        self._tiers.abandon()
+        for external in self._tiers.external:
+            external.abandon()
         self._reset()
 
     def _reset(self) -> None:
@@ -337,8 +415,11 @@ class PlannerDriver(Explaining):
         self._losses.check(self._clock(), is_last=True)  # while the tiers' states say why
         unfinished, errors = self._tiers.shutdown(self.planner, deadline_s)
         self._losses.check(self._clock(), is_last=True)
-        self._give_timelines_up()
-        self._steps.publish()
+        if self.recorder is not None:  # pass the incomplete timelines, too
+            self._hand_timelines_over()
+            self.recorder.give_up()
+            self._hand_timelines_over()
+        self._publish()
         if unfinished:
             logger.warning("copies of %d jobs still run: the primary stays mapped", unfinished)
         else:
@@ -350,12 +431,40 @@ class PlannerDriver(Explaining):
     # -- internal -------------------------------------------------------------------------------
 
     def _poll_timed(self) -> None:
-        """Apply the tiers' reports, and count the time that it takes as the step's."""
+        """Apply the tiers' reports; add the time taken to the step's duration."""
         self._ensure_open()
         began_s = self._clock()
         self.planner.begin_step(began_s)
         self._tiers.collect(self.planner)
-        self._steps.began(began_s)
+        self._owner = threading.get_ident()
+        self._step_s += self._clock() - began_s
+
+    def _publish(self) -> None:
+        """Publish a consistent snapshot of the planner to other threads, by one assignment."""
+        self._owner = threading.get_ident()
+        self._published = self.planner.snapshot()
+
+    def _require_recorder(self) -> RequestRecorder:
+        if self.recorder is None:
+            raise StateError(
+                "no request is recorded: set explain_requests, the number of requests to keep"
+            )
+        return self.recorder
+
+    def _hand_timelines_over(self) -> None:
+        if self.recorder is None or not self._listeners:
+            return
+        for timeline in self.recorder.take_complete():
+            for listener in self._listeners:
+                try:
+                    listener(timeline)
+                except Exception:
+                    self._listeners = tuple(one for one in self._listeners if one != listener)
+                    logger.exception(
+                        "request %s: a listener for timelines failed and is not called again; "
+                        "fix it, and watch again",
+                        timeline.req_id,
+                    )
 
     def _ensure_open(self) -> None:
         if self._closed:
@@ -372,10 +481,20 @@ def planner_text(planner: Planner) -> str:
         else f"{tier.name} (suspended)"
         for tier in planner.tiers
     ]
-    parts = [
-        primary_text(planner.primary),
-        counted(len(planner.requests), "request"),
-        f"{counted(jobs, 'job')} in flight",
-        tiers_text(tiers),
-    ]
-    return ", ".join(parts)
+    requests = counted(len(planner.requests), "request")
+    flights = f"{counted(jobs, 'job')} in flight"
+    return ", ".join([primary_text(planner.primary), requests, flights, tiers_text(tiers)])
+
+
+def _block_io() -> str:
+    """Return the name of the block I/O implementation; "python" if its setting is invalid."""
+    try:
+        return implementation().name
+    except ConfigError:
+        return "python"
+
+
+@functools.cache
+def _versions() -> tuple[str, str]:
+    """Return the versions of this package and the interpreter; cached."""
+    return importlib.metadata.version("kvoffload-async"), platform.python_version()

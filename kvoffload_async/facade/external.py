@@ -15,6 +15,7 @@ from typing import Any, Final, TypeGuard
 
 from kvoffload_async.abc.events import JobFinished, JobOverdue
 from kvoffload_async.abc.tier import CloseReport
+from kvoffload_async.core.counters import Figures
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import AskedIndex
 from kvoffload_async.core.ledger import JobState, StartJob, TouchBlocks
@@ -29,7 +30,6 @@ from kvoffload_async.errors import (
     text_of,
 )
 from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.runtime.readings import Figures, read_tier
 from kvoffload_async.statistics import TierStatistics
 from kvoffload_async.types import (
     JobId,
@@ -67,7 +67,7 @@ _CONTRACT: Final = (
 
 
 def is_external(manager: SecondaryTierManager) -> bool:
-    """Return whether a manager overrides a method of the contract."""
+    """Return whether a manager overrides a method of the `SecondaryTierManager` contract."""
     return any(
         getattr(type(manager), name) is not getattr(SecondaryTierManager, name)
         for name in _CONTRACT
@@ -75,7 +75,7 @@ def is_external(manager: SecondaryTierManager) -> bool:
 
 
 def closed(manager: SecondaryTierManager, timeout_s: float | None = None) -> CloseReport:
-    """Shut a manager down; never raises: an error of the manager is in the report.
+    """Shut a manager down; never raises, but returns the manager's error in the report.
 
     Args:
         manager: The manager.
@@ -134,16 +134,14 @@ class ExternalLink:
         self._live: set[ReqContext] = set()
         self._ended: list[ReqContext] = []
         self._orphaned: set[JobId] = set()
-        """Jobs that the manager reported as orphaned; they end when it releases them."""
+        """Jobs that the manager reported as orphaned; each ends when the manager releases it."""
         self._errors: dict[str, ErrorLog] = {}
-        """Method -> its errors."""
+        """Name of a manager's method -> log of the errors that the method raised."""
         self.state = TierState(
             manager.tier_type,
             AskedIndex(self._lookup, self._ended.append),
             slot_bytes,
             EventLog(manager.medium, manager.locality, enabled=False, ownership=name),
-            medium=manager.medium,
-            locality=manager.locality,
             backpressure=manager.backpressure_detector,
             remedies=manager.remedies,
         )
@@ -157,14 +155,14 @@ class ExternalLink:
         return self._begin(ctx)
 
     def flush(self) -> None:
-        """Execute the queued effects as calls; a job that the manager refuses fails at once."""
+        """Execute the queued effects as calls of the manager; a refused job fails at once."""
         if self.state.effects:
             for effect in self.state.take_effects():
                 match effect:
                     case StartJob(job):
                         self._submit(job)
                     case TouchBlocks(keys, ReqContext() as ctx):  # pragma: no branch - no others
-                        self._begin_once(ctx)
+                        self._begin(ctx)
                         self._call("touch", keys, ctx)
         ended = tuple(self._ended)
         self._ended.clear()
@@ -174,7 +172,7 @@ class ExternalLink:
                 self._call("on_request_finished", ctx)
 
     def end_step(self, context: ScheduleEndContext | None) -> None:
-        """Execute the step's queued calls, then call `on_schedule_end`."""
+        """Execute the step's queued effects, then call the manager's `on_schedule_end`."""
         self.flush()
         self._call("on_schedule_end", context, is_fault=True)
 
@@ -187,7 +185,7 @@ class ExternalLink:
                 self._complain("take_events", _broken(event))
 
     def announce_anew(self) -> None:
-        """See `SecondaryTierManager.announce_anew`."""
+        """Call the manager's `announce_anew`."""
         self._call("announce_anew")
 
     def has_pending_work(self) -> bool:
@@ -201,7 +199,7 @@ class ExternalLink:
             return False
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until every job has its result; on timeout fail the rest and return False."""
+        """Wait until all jobs have results; on timeout, fail unfinished jobs and return False."""
         self.flush()
         try:
             if self.manager.drain_jobs(timeout_s):
@@ -222,7 +220,7 @@ class ExternalLink:
 
     def stats(self, taken: Figures) -> TierStatistics:
         """Return the planner's statistics of the tier. Thread-safe."""
-        return read_tier(taken, self.state)
+        return self.state.statistics(taken)
 
     # -- reports of the manager -----------------------------------------------------------------
 
@@ -242,7 +240,7 @@ class ExternalLink:
         self._expire()
 
     def _take(self, result: JobResult) -> None:
-        """Apply a result; for a job that has failed as overdue, it only marks the end of the copy.
+        """Apply a job's result; for a job already failed as overdue, record only the copy's end.
 
         Raises:
             StateError: The job is unknown or already has a result, or the keys are not the job's.
@@ -328,6 +326,9 @@ class ExternalLink:
             return LookupResult.MISS
 
     def _begin(self, ctx: ReqContext) -> bool:
+        """Begin a request unless it has begun; return whether the manager wants all its blocks."""
+        if ctx in self._live:
+            return False
         self._live.add(ctx)
         try:
             return self.manager.on_new_request(ctx).policy is OffloadPolicy.REQUEST_LEVEL
@@ -335,13 +336,8 @@ class ExternalLink:
             self._complain("on_new_request", error)
             return False
 
-    def _begin_once(self, ctx: ReqContext) -> None:
-        """Call the manager's `on_new_request` for the engine's internal request, once."""
-        if ctx not in self._live:
-            self._begin(ctx)
-
     def _submit(self, job: JobMetadata) -> None:
-        self._begin_once(job.req_context)
+        self._begin(job.req_context)
         try:
             if job.is_promotion:
                 self.manager.submit_load(job)
@@ -369,7 +365,7 @@ class ExternalLink:
             self._complain(method, error, is_fault=is_fault)
 
     def _each(self, method: str, *, is_fault: bool = False) -> Iterator[Any]:
-        """Yield the items that a method returns, until it raises."""
+        """Yield the items that a method of the manager returns, until it raises."""
         try:
             yield from getattr(self.manager, method)()
         except GUARDED as error:

@@ -1,4 +1,4 @@
-"""Generations of keys.
+"""Key generations, which invalidate stored blocks after a change of weights.
 
 The generation is part of each key, so blocks are found under the generation only under which they
 were stored. After a change of weights, a new generation invalidates the blocks of all tiers,
@@ -34,7 +34,7 @@ class Generation:
     __slots__ = ("label", "tag")
 
     def __init__(self, label: int | str | None = None) -> None:
-        """Check the label; raises ConfigError. An integer stands for the text of its digits."""
+        """Raise ConfigError for an invalid label. An integer stands for the text of its digits."""
         self.label = None if label is None else parse_generation(label, "generation")
         text = b"" if self.label is None else self.label.encode()
         self.tag = hashlib.blake2b(text, digest_size=_TAG_BYTES).digest() if text else b""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import threading
-import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -31,13 +30,15 @@ if TYPE_CHECKING:
 _MAX_ROWS: Final = 2**31 - 1
 _READ_WRITE: Final = 0x200  # PyBUF_WRITE
 
+Numbers = npt.NDArray[np.int64]
+
 _view_at = ctypes.PYFUNCTYPE(
     *(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int),
 )(("PyMemoryView_FromMemory", ctypes.pythonapi))
 
 
 class HostMemory(NamedTuple):
-    """A range of addresses that a host has registered.
+    """An address range of memory that a host engine has registered.
 
     Attributes:
         address: The first byte.
@@ -49,7 +50,7 @@ class HostMemory(NamedTuple):
 
 
 class HostRows:
-    """Rows of equal size in a host's memory and in own memory.
+    """Rows of equal size in a host engine's memory and in memory of this package.
 
     Thread-safe, except `close`.
 
@@ -61,7 +62,7 @@ class HostRows:
     """
 
     def __init__(self, row_bytes: int, num_own: int, host: HostMemory | None = None) -> None:
-        """Map the own rows.
+        """Map memory for this package's own rows.
 
         Args:
             row_bytes: Bytes of a row.
@@ -89,7 +90,7 @@ class HostRows:
         flat: memoryview = _view_at(first, num_rows * row_bytes, _READ_WRITE)
         self.view = flat.cast("B", (num_rows, row_bytes))
         first_own = -(-(own - first) // row_bytes)
-        self._is_changed = threading.Condition()
+        self._lock = threading.Lock()
         self._free = list(range(first_own + num_own - 1, first_own - 1, -1))
 
     def row_of(self, address: int) -> int | None:
@@ -102,40 +103,33 @@ class HostRows:
             return None
         return row + (host.address - self._first) // self.row_bytes
 
-    def take(self, count: int, timeout_s: float) -> BlockIds:
-        """Take at least one and at most `count` own rows; blocks while none is free.
-
-        Returns:
-            The rows; none if the time is up.
-        """
-        deadline_s = time.monotonic() + timeout_s
-        with self._is_changed:
-            while not self._free and (left_s := deadline_s - time.monotonic()) > 0:
-                self._is_changed.wait(left_s)
-            taken = self._free[-count:][::-1]
-            del self._free[-count:]
-        return as_block_ids(taken)
+    def take(self, most: int) -> BlockIds:
+        """Take at most `most` free rows of this package's memory. Non-blocking."""
+        with self._lock:
+            first = max(0, len(self._free) - most)
+            taken = self._free[first:]
+            del self._free[first:]
+        return as_block_ids(taken[::-1])
 
     def give_back(self, rows: BlockIds) -> None:
-        """Return own rows, which are at rest."""
-        with self._is_changed:
+        """Give back rows taken with `take`, which no copy accesses any more."""
+        with self._lock:
             self._free += rows.tolist()
-            self._is_changed.notify_all()
 
     @property
     def num_free(self) -> int:
-        """Number of own rows that nobody has taken."""
+        """Number of free rows of this package's memory."""
         return len(self._free)
 
     def close(self, *, is_idle: bool = True) -> None:
-        """Return the own memory to the system, unless a copy may still access it."""
+        """Unmap this package's memory, unless a copy may still access it."""
         self.view.release()
         if is_idle:
             self._map.close()
 
 
 class RowCopies:
-    """Copies between rows and pieces of memory anywhere in this process.
+    """Copies data between rows and arbitrary memory ranges of this process.
 
     Not thread-safe: use one for each thread. Small copies and those without native code hold the
     GIL.
@@ -152,10 +146,8 @@ class RowCopies:
         self._rows = rows
         self._flat = rows.view.cast("B", (rows.view.nbytes,))
 
-    def gather(
-        self, rows: BlockIds, addresses: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]
-    ) -> None:
-        """Fill rows with pieces, one after the other; blocks until they are copied.
+    def gather(self, rows: BlockIds, addresses: Numbers, sizes: Numbers) -> None:
+        """Fill each row with its memory pieces, concatenated; blocks until all are copied.
 
         Args:
             rows: The rows, `[n]`.
@@ -164,26 +156,17 @@ class RowCopies:
         """
         self._copy(rows, addresses, sizes, is_gather=True)
 
-    def scatter(
-        self, rows: BlockIds, addresses: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]
-    ) -> None:
-        """Copy rows to pieces; otherwise as `gather`."""
+    def scatter(self, rows: BlockIds, addresses: Numbers, sizes: Numbers) -> None:
+        """Copy each row to its memory pieces, the reverse of `gather`."""
         self._copy(rows, addresses, sizes, is_gather=False)
 
     def close(self) -> None:
-        """End the threads."""
+        """End the copy threads."""
         self._flat.release()
         if self._copies is not None:
             self._copies.close()
 
-    def _copy(
-        self,
-        rows: BlockIds,
-        addresses: npt.NDArray[np.int64],
-        sizes: npt.NDArray[np.int64],
-        *,
-        is_gather: bool,
-    ) -> None:
+    def _copy(self, rows: BlockIds, addresses: Numbers, sizes: Numbers, *, is_gather: bool) -> None:
         if not sizes.size:
             return
         if (sizes < 0).any() or (sizes.sum(axis=1) > self._rows.row_bytes).any():

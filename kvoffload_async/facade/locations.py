@@ -24,11 +24,11 @@ from kvoffload_async.runtime.machine import filesystem_limit, memory_limit
 logger = logging.getLogger(__name__)
 
 ANSWER_S: Final = 10.0
-"""Deadline in seconds for a filesystem to answer."""
+"""Timeout in seconds for a filesystem to respond."""
 
 _MAX_NAME_BYTES: Final = 255
 _MAX_PATH_BYTES: Final = 3072
-"""The system's limit is 4095 bytes; the remainder is for the paths below the directory."""
+"""Maximum bytes of a directory's path; Linux allows 4095, the rest is for paths below it."""
 
 _NO_STORAGE: Final = frozenset(
     {"bpf", "cgroup", "cgroup2", "debugfs", "devpts", "proc", "securityfs", "sysfs", "tracefs"}
@@ -216,7 +216,7 @@ def _check_capacities(examined: Sequence[tuple[str, TierLocation, Ground | None]
 def _warn_of_memory(
     memory_bytes: int, examined: Sequence[tuple[str, TierLocation, Ground | None]]
 ) -> None:
-    """Warn if primary and tiers in memory are together more than this process may have."""
+    """Warn if the primary and in-memory tiers together exceed this process's memory limit."""
     parts = [("cpu_bytes_to_use", memory_bytes)] if memory_bytes else []
     parts += [
         (f"{owner}{location.path}", location.capacity_bytes)

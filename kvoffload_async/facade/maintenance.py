@@ -44,12 +44,12 @@ def _absolute(directory: str | Path) -> str:
 
 
 def maintenance_kinds() -> list[type[StoreMaintenance]]:
-    """Return all kinds of stores with maintenance. Imports all registered tiers."""
+    """Return the maintenance class of each kind of store. Imports all registered tiers."""
     return _kinds()[0]
 
 
 def _kinds() -> tuple[list[type[StoreMaintenance]], Mapping[str, str]]:
-    """Return the kinds of stores; and tier name -> reason for tiers that cannot be imported."""
+    """Return the maintenance classes, and the import error of each unusable tier by name."""
     kinds: list[type[StoreMaintenance]] = []
     unusable: dict[str, str] = {}
     for name in SecondaryTierFactory.names():

@@ -77,7 +77,7 @@ class OffloadingManager(ABC):
     def lookup_prefix(
         self, keys: Sequence[OffloadKey], req_context: ReqContext
     ) -> tuple[int, bool]:
-        """Look a prompt's blocks up, first block first, up to the first one that is a MISS.
+        """Look up a prompt's blocks, in prompt order, up to the first MISS.
 
         Returns:
             How many blocks precede it, and whether to ask again in the next step, because some of
@@ -115,7 +115,7 @@ class OffloadingManager(ABC):
     def prepare_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext, *, is_last: bool = False
     ) -> PrepareStoreOutput | None:
-        """Reserve slots for the missing ones of `keys`; None if there is no room.
+        """Reserve slots for the blocks that are not in the primary; None if there is no room.
 
         With None, nothing is stored and nothing evicted. If only a prefix fits, it may be granted
         alone; offer the keys in `keys_left_out` again when `room_made` has grown. Never waits.
@@ -143,7 +143,7 @@ class OffloadingManager(ABC):
 
     @abstractmethod
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """Record a use of blocks, first block first; affects recency only."""
+        """Record a use of blocks, given in prompt order; affects recency only."""
 
     @abstractmethod
     def on_request_finished(self, req_context: ReqContext) -> None:
@@ -155,7 +155,7 @@ class OffloadingManager(ABC):
 
     @abstractmethod
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Remove and return the events since the last call.
+        """Remove and return the events of stored and removed blocks since the last call.
 
         Calling it is optional and has no effect on caching.
         """
@@ -174,4 +174,4 @@ class OffloadingManager(ABC):
 
     @abstractmethod
     def shutdown(self, timeout: float | None = None) -> None:
-        """Shut everything down; idempotent. Blocks for about `timeout` seconds per tier at most."""
+        """Shut the manager down; idempotent. Blocks at most about `timeout` seconds per tier."""

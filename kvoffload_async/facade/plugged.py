@@ -15,21 +15,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from itertools import count, islice
 from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeVar
 
 from kvoffload_async.abc.tier import CloseReport
-from kvoffload_async.config import OffloadConfig
+from kvoffload_async.config import Parser, shown
 from kvoffload_async.core.ledger import JobRecord
 from kvoffload_async.error_log import ErrorLog
 from kvoffload_async.errors import (
@@ -43,11 +42,12 @@ from kvoffload_async.errors import (
 )
 from kvoffload_async.facade.external import closed, is_external
 from kvoffload_async.facade.host_rows import HostRows
-from kvoffload_async.facade.locations import check_locations
 from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tier
-from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
+from kvoffload_async.facade.tier_options import ManagerSpec
+from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.runtime.lifetime import Closing, guard_forks
+from kvoffload_async.runtime.loop import LoopThread
 from kvoffload_async.statistics import (
     OffloadingStatistics,
     PrimaryStatistics,
@@ -72,16 +72,16 @@ _host_errors: Final = ErrorLog(logger, "the host's call for an event of its tier
 T = TypeVar("T")
 
 OnEvents = Callable[[SecondaryTierManager, Sequence[OffloadingEvent]], object]
-"""Takes a tier and its events."""
+"""Called with a tier's manager and the tier's events."""
 
 MOST_LOOKUPS: Final = 1024
-"""Maximum number of lookups that wait for probes; further ones find nothing beyond the index."""
+"""Maximum number of lookups that wait for existence probes; further lookups use only the index."""
 
 _inbox_of = attrgetter("manager.link.inbox")
 
 
 class JobEnd(NamedTuple):
-    """A job that has a result.
+    """A job's result, and whether its copy has ended.
 
     Attributes:
         job: The job.
@@ -120,7 +120,7 @@ class OverdueJobs:
     def take(
         self, ended: Iterable[tuple[JobMetadata, JobResult]], released: Iterable[JobRecord]
     ) -> Iterator[JobEnd]:
-        """Yield the reports of a ledger's `take_ended`, then of its `take_released`."""
+        """Yield the ends of jobs from a ledger's `take_ended`, then from its `take_released`."""
         for job, result in ended:
             if result.orphaned:
                 self._results[result.job_id] = result
@@ -130,7 +130,7 @@ class OverdueJobs:
 
 
 class Ended(NamedTuple):
-    """How a transfer ended.
+    """The outcome of a transfer.
 
     Attributes:
         keys: The keys that were transferred: loaded, or stored in at least one tier.
@@ -141,6 +141,7 @@ class Ended(NamedTuple):
     error: Exception | None = None
 
 
+@dataclass(slots=True, eq=False)
 class Transfer:
     """A store or load that was submitted to the tiers.
 
@@ -149,61 +150,49 @@ class Transfer:
         block_ids: Its rows of the primary, parallel to `keys`.
         ended: Completed at its end, at the latest at the jobs' deadline, with an `Ended`.
         at_rest: Completed with None when its rows may be reused; not before `ended`.
+        jobs: Number of its jobs without a result.
+        moving: Number of its jobs whose copies may run.
+        errors: Errors of its jobs, and of tiers that were not used.
     """
 
-    __slots__ = (
-        *("_errors", "_has_ended", "_jobs", "_landed", "_moving"),
-        *("at_rest", "block_ids", "ended", "keys"),
-    )
-
-    def __init__(self, keys: tuple[OffloadKey, ...], block_ids: BlockIds) -> None:
-        self.keys = keys
-        self.block_ids = block_ids
-        self.ended: Future[Ended] = Future()
-        self.at_rest: Future[None] = Future()
-        self._jobs = self._moving = 0
-        """Jobs without a result; jobs whose copies may run."""
-        self._has_ended = False
-        self._landed: set[OffloadKey] = set()
-        self._errors: list[Exception] = []
-
-    def add_job(self) -> None:
-        """Record a submitted job."""
-        self._jobs += 1
-        self._moving += 1
+    keys: tuple[OffloadKey, ...]
+    block_ids: BlockIds
+    ended: Future[Ended] = field(default_factory=Future)
+    at_rest: Future[None] = field(default_factory=Future)
+    jobs: int = 0
+    moving: int = 0
+    errors: list[Exception] = field(default_factory=list)
+    _has_ended: bool = False
+    _landed: set[OffloadKey] = field(default_factory=set)
 
     def take(self, end: JobEnd) -> None:
         """Record the result of a job, or that its copy has ended."""
         if not end.is_late_rest:
-            self._jobs -= 1
+            self.jobs -= 1
             landed = end.job.keys if end.result.success else end.result.successful_keys or ()
             self._landed.update(landed)
             if end.result.error is not None:
-                self._errors.append(end.result.error)
-        self._moving -= end.is_at_rest
-
-    def refuse(self, error: Exception) -> None:
-        """Record that a tier was not used."""
-        self._errors.append(error)
+                self.errors.append(end.result.error)
+        self.moving -= end.is_at_rest
 
     def missing(self) -> list[int]:
-        """Return the positions of the keys that were not transferred so far."""
+        """Return the positions of the keys that have not been transferred so far."""
         return [index for index, key in enumerate(self.keys) if key not in self._landed]
 
     def completions(self) -> Iterator[Callable[[], object]]:
-        """Yield the calls that complete the futures now, each once."""
-        if not self._jobs and not self._has_ended:
+        """Yield the calls that complete the transfer's futures, as far as they are due."""
+        if not self.jobs and not self._has_ended:
             self._has_ended = True
             is_whole = len(self._landed) == len(self.keys)
-            error = None if is_whole or not self._errors else self._errors[0]
+            error = None if is_whole or not self.errors else self.errors[0]
             ended = Ended(frozenset(self._landed), error)
             yield partial(self.ended.set_result, ended)
-        if not self._moving:
+        if not self.moving:
             yield partial(self.at_rest.set_result, None)
 
 
 class ListPosition(NamedTuple):
-    """A position in the list of all blocks.
+    """A position in the listing of all tiers' blocks.
 
     Attributes:
         tier: Number of the tier.
@@ -214,25 +203,24 @@ class ListPosition(NamedTuple):
     key: OffloadKey | None = None
 
 
+@dataclass(slots=True, eq=False)
 class _Lookup:
-    """A lookup that waits for probes."""
+    """A lookup that waits for existence probes.
 
-    __slots__ = ("context", "deadline_s", "found", "future", "keys", "port", "stops_at_miss")
+    Attributes:
+        port: Number of the tier that is asked.
+    """
 
-    def __init__(
-        self, keys: Sequence[OffloadKey], deadline_s: float, *, stops_at_miss: bool
-    ) -> None:
-        self.context = ReqContext("lookup")
-        self.keys = keys
-        self.found: set[OffloadKey] = set()
-        self.port = 0
-        """Number of the tier that is asked."""
-        self.deadline_s = deadline_s
-        self.stops_at_miss = stops_at_miss
-        self.future: Future[list[bool]] = Future()
+    keys: Sequence[OffloadKey]
+    deadline_s: float
+    stops_at_miss: bool
+    context: ReqContext = field(default_factory=partial(ReqContext, "lookup"))
+    found: set[OffloadKey] = field(default_factory=set)
+    port: int = 0
+    future: Future[list[bool]] = field(default_factory=Future)
 
 
-class _Pins:
+class _Pins(NamedTuple):
     """Keys that one call has pinned.
 
     Attributes:
@@ -240,15 +228,12 @@ class _Pins:
         deadline_s: When their pins expire.
     """
 
-    __slots__ = ("deadline_s", "keys")
-
-    def __init__(self, keys: Iterable[OffloadKey], deadline_s: float) -> None:
-        self.keys = set(keys)
-        self.deadline_s = deadline_s
+    keys: set[OffloadKey]
+    deadline_s: float
 
 
 class _Port:
-    """One tier.
+    """One tier's manager, state and unfinished transfers.
 
     Attributes:
         manager: Drives the tier.
@@ -270,7 +255,7 @@ class _Port:
         self.transfers: dict[JobId, tuple[Transfer, int]] = {}
 
     def ends(self, now_s: float) -> Iterator[JobEnd]:
-        """Take in the tier's reports, and yield the jobs that ended or came to rest."""
+        """Apply the tier's reports, and yield the jobs that ended or whose copies ended."""
         self.state.health.now_s = now_s
         self.manager.poll_tier()
         jobs = self.state.jobs
@@ -280,31 +265,34 @@ class _Port:
         yield from self.overdue.take(ended, jobs.take_released())
 
 
-@dataclass(frozen=True, slots=True)
-class _Spec:
-    """What a manager needs of a spec."""
-
-    runtime: Bridge
-    config: OffloadConfig | None
+_DECIDED: Final = frozenset({"enable_kv_events", "model", "rank", "run_config"})
+"""Options of a tier that a host's keys and settings determine."""
 
 
-def check_tiers(tiers: Sequence[Mapping[str, Any]], config: OffloadConfig | None = None) -> None:
-    """Check configurations of tiers without creating anything.
+def tiers_under(host: str) -> Parser:
+    """Return a parser for one tier configuration or a list of tier configurations.
 
     Args:
-        tiers: See `PluggedTiers`.
-        config: See `PluggedTiers`.
-
-    Raises:
-        ConfigError: A configuration is unusable; the message begins with `tier[` and its position.
-        TierUnavailableError: A tier's filesystem cannot be reached.
+        host: Determines some options of a tier, which the user must leave out.
     """
-    locations = []
-    for index, tier in enumerate(tiers):
-        with naming_tier(index, tier, "tier"):
-            found = SecondaryTierFactory.check_config(tier, config)
-        locations += [(f"tier[{index}]: ", location) for location in found]
-    check_locations(locations)
+
+    def parse(value: object, key: str) -> tuple[Mapping[str, Any], ...]:
+        tiers = value if isinstance(value, list | tuple) else [value]
+        if not tiers or not all(isinstance(tier, Mapping) for tier in tiers):
+            raise ConfigError(
+                f"{key}: {shown(value)} is not valid; it must be a tier, such as "
+                '{"type": "slab", "root_dir": "/kv", "capacity_bytes": "200GiB"}, or a '
+                "list of tiers"
+            )
+        for index, tier in enumerate(tiers):
+            for name in sorted(_DECIDED & tier.keys()):
+                raise ConfigError(
+                    f"{key}[{index}]: {name}: {shown(tier[name])} is determined by {host}; "
+                    "leave it out, and give namespace or fingerprint to keep blocks apart"
+                )
+        return tuple(tiers)
+
+    return parse
 
 
 class PluggedTiers:
@@ -321,7 +309,6 @@ class PluggedTiers:
         self,
         tiers: Sequence[Mapping[str, Any]],
         rows: memoryview,
-        config: OffloadConfig | None = None,
         on_events: OnEvents | None = None,
     ) -> None:
         """Open the tiers; blocks, at most for the tiers' `open_timeout_s`.
@@ -330,7 +317,6 @@ class PluggedTiers:
             tiers: Configuration of each tier, as for `SecondaryTierFactory`.
             rows: The primary, shape `[num_slots, slot_bytes]`, item size 1 byte. The memory must
                 stay valid until `close` has returned, and as long as it reports unfinished jobs.
-            config: Gives the tiers their model, fingerprint and geometry.
             on_events: Called with the events of tiers with `enable_kv_events`, in order; with those
                 of a transfer before it ends. Thread: the loop's, perhaps before this constructor
                 returns.
@@ -345,19 +331,18 @@ class PluggedTiers:
         self._context = ReqContext("host")
         self._lookups: list[_Lookup] = []
         self._pins: deque[_Pins] = deque()
-        """By deadline."""
+        """The pins that have not expired, ordered by deadline."""
         self._pins_of: dict[OffloadKey, deque[_Pins]] = {}
         self._on_events = on_events
         self._is_open = self._is_closed = False
         self._timer: asyncio.TimerHandle | None = None
-        self._timer_at_s = math.inf
         self._closing: Closing[CloseReport] = Closing()
         with naming_shortage("the event loop of the tiers cannot be started"):
-            self._host = RuntimeHost(self._progressed)
-        self._runner = self._host.bridge.runner
+            self._bridge = Bridge(LoopThread(on_progress=self._progressed))
+        self._runner = self._bridge.runner
         self._ports: list[_Port] = []
         try:
-            spec = _Spec(self._host.bridge, config)
+            spec = ManagerSpec(self._bridge)
             for index, tier in enumerate(tiers):
                 with naming_tier(index, tier, "tier"):
                     manager = SecondaryTierFactory.create_secondary_tier(tier, rows, spec)
@@ -368,7 +353,7 @@ class PluggedTiers:
         except BaseException:
             for port in self._ports:
                 port.manager.shutdown()
-            self._host.close()
+            self._bridge.close()
             raise
         guard_forks(self, _closing=Closing.closed(CloseReport()))
 
@@ -388,17 +373,15 @@ class PluggedTiers:
             For each key, whether it was found.
         """
         now_s = self._runner.now_s()
-        lookup = _Lookup(keys, now_s + timeout_s, stops_at_miss=stops_at_miss)
+        lookup = _Lookup(keys, now_s + timeout_s, stops_at_miss)
         with self._lock:
-            is_done = self._is_closed or self._advance(lookup, now_s)
-            if not is_done and len(self._lookups) < MOST_LOOKUPS:
+            waits = not (self._is_closed or self._advance(lookup, now_s))
+            if waits and len(self._lookups) < MOST_LOOKUPS:
                 self._lookups.append(lookup)
-                self._wake()  # for its deadline
-            else:
-                self._forget(lookup)
-                is_done = True
-        if is_done:
-            self._answer(lookup)
+                self._runner.notify()  # for its deadline
+                return lookup.future
+            self._forget(lookup)
+        self._answer(lookup)
         return lookup.future
 
     def store(self, keys: Sequence[OffloadKey], block_ids: BlockIds) -> Transfer:
@@ -413,7 +396,7 @@ class PluggedTiers:
             now_s = self._runner.now_s()
             for port in self._ports:
                 if self._is_closed or not port.state.takes_store(now_s):
-                    transfer.refuse(self._refusal(port, "stores"))
+                    transfer.errors.append(self._refusal(port, "stores"))
                 else:
                     self._submit(port, transfer, range(len(keys)), now_s)
             calls = self._hand_over(transfer)
@@ -434,16 +417,8 @@ class PluggedTiers:
         _make(calls)
         return transfer
 
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Record a use of blocks, the first block of a prompt first. Non-blocking."""
-        with self._lock:
-            if not self._is_closed:
-                for port in self._ports:
-                    port.manager.touch(keys, self._context)
-                self._host.bridge.flush()
-
     def pin(self, keys: Sequence[OffloadKey], timeout_s: float) -> None:
-        """Keep present blocks from being evicted, where a tier can, until `unpin` or the deadline.
+        """Protect present blocks from eviction, in tiers that can, until `unpin` or the deadline.
 
         Args:
             keys: The keys, without duplicates. Their pins are counted.
@@ -451,15 +426,15 @@ class PluggedTiers:
         """
         with self._lock:
             if self._pinning and not self._is_closed:
-                pins = _Pins(keys, self._runner.now_s() + timeout_s)
+                pins = _Pins(set(keys), self._runner.now_s() + timeout_s)
                 self._pins.append(pins)
                 for key in keys:
                     self._pins_of.setdefault(key, deque()).append(pins)
                 self._call_tiers("pin", self._pinning, keys)
-                self._wake()  # for the deadline
+                self._runner.notify()  # for the deadline
 
     def unpin(self, keys: Sequence[OffloadKey]) -> None:
-        """Remove one pin, the oldest, from each key that has one. Non-blocking; never fails."""
+        """Remove the oldest pin of each pinned key. Non-blocking; never fails."""
         with self._lock:
             self._unpin(keys)
 
@@ -478,7 +453,7 @@ class PluggedTiers:
     def list_keys(
         self, position: ListPosition, count: int
     ) -> tuple[list[OffloadKey], ListPosition | None]:
-        """Return blocks that tiers have, each once, and the position after them.
+        """Return the keys of the tiers' blocks, each once, and the position after the last key.
 
         A block that is present throughout a listing is listed. A tier without events, or that
         announces no removals, has no list.
@@ -515,7 +490,7 @@ class PluggedTiers:
 
     @property
     def managers(self) -> list[SecondaryTierManager]:
-        """The tiers' managers; to be read only."""
+        """The tiers' managers, for inspection only."""
         return [port.manager for port in self._ports]
 
     def close(self, timeout_s: float) -> CloseReport:
@@ -551,7 +526,7 @@ class PluggedTiers:
             calls.append(partial(self._answer, lookup))
         self._lookups.clear()
         _make(calls)
-        self._host.close()
+        self._bridge.close()
         errors = (report.error for report in reports if report.error is not None)
         unfinished = tuple(job for report in reports for job in report.unfinished_jobs)
         return CloseReport(unfinished, next(errors, None))
@@ -572,13 +547,13 @@ class PluggedTiers:
             self._call_tiers("unpin", self._pinning, gone)
 
     def _call_tiers(self, hook: str, ports: Iterable[_Port], keys: Sequence[OffloadKey]) -> None:
-        """Call a hook of tiers on the loop, after what was handed over before."""
+        """Call a hook of each tier on the loop, after all effects handed over before."""
         for port in ports:
             with suppress(ClosedError):  # the loop has ended, and the tiers with it
                 self._runner.call_soon(getattr(port.manager.tier, hook), tuple(keys))
 
     def _advance(self, lookup: _Lookup, now_s: float) -> bool:
-        """Ask the tiers in order; False if a tier's probe is awaited."""
+        """Continue a lookup, tier by tier; return False if it must wait for a probe."""
         while lookup.port < len(self._ports):
             port = self._ports[lookup.port]
             asked = [key for key in lookup.keys if key not in lookup.found]
@@ -599,13 +574,12 @@ class PluggedTiers:
                 counters.hits += len(hits)
                 counters.misses += len(answers) - len(hits)
             lookup.port += 1
-        self._forget(lookup)
         return True
 
     def _ask(
         self, port: _Port, keys: Sequence[OffloadKey], lookup: _Lookup
     ) -> Sequence[LookupResult]:
-        """Look keys up in a tier's index, and start the probe that it wants."""
+        """Look keys up in a tier's index; start an existence probe if the index needs one."""
         ask = partial(port.state.lookup_many, keys, lookup.context)
         answers = ask(stop_at_miss=lookup.stops_at_miss)
         if LookupResult.RETRY in answers:
@@ -618,15 +592,15 @@ class PluggedTiers:
             port.state.finish_request(lookup.context)
 
     def _load_from(self, first: int, transfer: Transfer, now_s: float) -> None:
-        """Submit a load of what is missing to the first tier, from `first` on, that may have it."""
+        """Submit a load of missing blocks to the first tier, from `first` on, that may have any."""
         for number in range(first, len(self._ports)):
             port, missing = self._ports[number], transfer.missing()
             if self._is_closed or port.state.skips_load(self._context, now_s) is not None:
-                transfer.refuse(self._refusal(port, "loads"))
+                transfer.errors.append(self._refusal(port, "loads"))
                 continue
             absent = set(port.state.index.lacks([transfer.keys[index] for index in missing]))
             if absent:
-                transfer.refuse(BlockMissingError(f"{port.state.name} has no such block"))
+                transfer.errors.append(BlockMissingError(f"{port.state.name} has no such block"))
             if wanted := [index for index in missing if transfer.keys[index] not in absent]:
                 self._submit(port, transfer, wanted, now_s, following=number + 1)
                 return
@@ -646,7 +620,7 @@ class PluggedTiers:
         now_s: float,
         following: int = 0,
     ) -> None:
-        """Submit a job of a transfer; `following` is 0 for a store."""
+        """Submit a transfer's job; `following` is the tier to load from next, 0 for a store."""
         is_whole = len(indices) == len(transfer.keys)
         job = JobMetadata(
             next(self._job_ids),
@@ -656,20 +630,21 @@ class PluggedTiers:
             self._context,
             now_s,
         )
-        transfer.add_job()
+        transfer.jobs += 1
+        transfer.moving += 1
         port.transfers[job.job_id] = transfer, following
         port.state.submit(job)
         if port.state.jobs.ended:  # it was refused
-            self._wake()
+            self._runner.notify()
 
     def _hand_over(self, transfer: Transfer) -> list[Callable[[], object]]:
-        """Hand over submitted jobs; return the calls that complete a transfer without any."""
+        """Hand submitted jobs to the tiers; return the calls that complete the transfer, if any."""
         if not self._is_closed:
-            self._host.bridge.flush()
+            self._bridge.flush()
         return list(transfer.completions())
 
     def _collect(self) -> list[Callable[[], object]]:
-        """Take in the tiers' reports; return the calls to make without the lock."""
+        """Apply the tiers' reports; return the calls to make once the lock is released."""
         calls: list[Callable[[], object]] = []
         now_s = self._runner.now_s()
         for port in self._ports:
@@ -701,37 +676,24 @@ class PluggedTiers:
                 self._load_from(following, transfer, now_s)
         return self._hand_over(transfer)
 
-    def _wake(self) -> None:
-        self._runner.notify()
-
     # -- the loop's thread ------------------------------------------------------------------------
 
     def _progressed(self) -> None:
-        """Take in reports, and call again at the next deadline."""
+        """Apply the tiers' reports, and schedule the next call of this method at a deadline."""
         with self._lock:
             if not self._is_open or self._is_closed:
                 return
             calls = self._collect()
             if any(map(_inbox_of, self._ports)):
-                self._wake()
+                self._runner.notify()
             deadlines = [lookup.deadline_s for lookup in self._lookups]
             deadlines += [pins.deadline_s for pins in islice(self._pins, 1)]
-            if deadlines:
-                self._call_at(min(deadlines))
-        _make(calls)
-
-    def _call_at(self, deadline_s: float) -> None:
-        """Call `_progressed` at a time, unless it is called before."""
-        if deadline_s < self._timer_at_s:
             if self._timer is not None:
                 self._timer.cancel()
-            loop = asyncio.get_running_loop()
-            self._timer_at_s = deadline_s
-            self._timer = loop.call_later(deadline_s - self._runner.now_s(), self._time_is_up)
-
-    def _time_is_up(self) -> None:
-        self._timer, self._timer_at_s = None, math.inf
-        self._progressed()
+            if deadlines:
+                delay_s = min(deadlines) - self._runner.now_s()
+                self._timer = asyncio.get_running_loop().call_later(delay_s, self._progressed)
+        _make(calls)
 
     @staticmethod
     def _answer(lookup: _Lookup) -> None:
@@ -754,28 +716,14 @@ def statistics_of(hosts: Iterable[tuple[PluggedTiers, HostRows]]) -> OffloadingS
         pinned += rows.num_own - rows.num_free
         sizes.add(rows.row_bytes)
         tiers += [replace(tier, name=owner_name(tier.name, seen)) for tier in plugged.stats()]
-    primary = PrimaryStatistics(
-        slots=SlotStatistics(free=free, writing=0, idle=0, pinned=pinned, held=0),
-        row_bytes=sizes.pop() if len(sizes) == 1 else 0,
-        lookups=0,
-        hits=0,
-        pending_hits=0,
-        misses=0,
-        stored_blocks=0,
-        loaded_blocks=0,
-        evicted_blocks=0,
-        refused_stores=0,
-        declined_blocks=0,
-        used_blocks=0,
-        found_blocks=0,
-        load_pins=0,
-        events_dropped=0,
-    )
-    return OffloadingStatistics(primary=primary, tiers=tuple(tiers))
+    figures: dict[str, Any] = {figure.name: 0 for figure in fields(PrimaryStatistics)}
+    figures["slots"] = SlotStatistics(free=free, writing=0, idle=0, pinned=pinned, held=0)
+    figures["row_bytes"] = sizes.pop() if len(sizes) == 1 else 0
+    return OffloadingStatistics(primary=PrimaryStatistics(**figures), tiers=tuple(tiers))
 
 
 def _make(calls: Iterable[Callable[[], object]]) -> None:
-    """Complete futures, without the lock: their callbacks may call this object again."""
+    """Complete futures while the lock is not held: their callbacks may call `PluggedTiers`."""
     for call in calls:
         with _host_errors.survived():  # the other futures must be completed
             call()

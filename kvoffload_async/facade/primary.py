@@ -7,15 +7,14 @@ from math import inf
 from typing import Final
 
 from kvoffload_async.core.admission import Admission, AdmissionFilter
-from kvoffload_async.core.primary import Primary
+from kvoffload_async.core.primary import PRIMARY_FIGURES, Primary, read_primary
 from kvoffload_async.errors import ClosedError, ConfigError
 from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.policies.hd import GHOSTS_PER_BLOCK, LEAST_GHOSTS, HdPolicy
 from kvoffload_async.policies.reuse import ReuseModel
 from kvoffload_async.registry import create_policy
 from kvoffload_async.runtime.buffer import PrimaryBuffer
-from kvoffload_async.runtime.readings import Figures, read_primary, take_primary
-from kvoffload_async.statistics import OffloadingStatistics, PrimaryStatistics
+from kvoffload_async.statistics import OffloadingStatistics
 from kvoffload_async.types import (
     CPULoadStoreSpec,
     LookupResult,
@@ -29,11 +28,11 @@ from kvoffload_async.types import (
 )
 
 MOST_KNOWN: Final = 1 << 20
-"""Most blocks that an admission remembers, in at most 190 MB; those used last."""
+"""Maximum number of recently used blocks that an admission remembers, in at most 190 MB."""
 
 
 def create_admission(primary: Primary, capacities: Sequence[float | None]) -> Admission:
-    """Return the admission to tiers of these capacities; see `Admission`.
+    """Return the admission policy for tiers of these capacities; see `Admission`.
 
     If no tier stores everything, HD may decline in the primary what no tier stores.
     """
@@ -167,11 +166,8 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
 
     def stats(self) -> OffloadingStatistics:
         """Return counters and gauges of the primary, also after shutdown."""
-        return OffloadingStatistics(primary=self.primary_stats(take_primary(self.core)))
-
-    def primary_stats(self, taken: Figures) -> PrimaryStatistics:
-        """Return the primary's part of `stats` from a snapshot's figures. Thread-safe."""
-        return read_primary(taken, self.row_bytes)
+        primary = read_primary(PRIMARY_FIGURES.take(self.core), self.row_bytes)
+        return OffloadingStatistics(primary=primary)
 
     def reset_cache(self) -> None:
         self.core.reset()

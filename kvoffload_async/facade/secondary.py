@@ -15,7 +15,7 @@ from kvoffload_async.config import TierOptions
 from kvoffload_async.core.backpressure import Backpressure
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import BreakEven, CostGatedIndex, ExactIndex, KeyIndex, ProbedIndex
-from kvoffload_async.core.tier_state import TierState
+from kvoffload_async.core.tier_state import TIER_FIGURES, TierState
 from kvoffload_async.errors import Remedies, StateError, check_remedies, naming_shortage
 from kvoffload_async.facade.tier_options import (
     ManagerOptions,
@@ -26,9 +26,9 @@ from kvoffload_async.facade.tier_options import (
     reject_unknown_options,
     signature_of,
 )
-from kvoffload_async.runtime.bridge import Bridge, RuntimeHost, TierLink
+from kvoffload_async.runtime.bridge import Bridge, TierLink
 from kvoffload_async.runtime.lifetime import Closing, guard_forks
-from kvoffload_async.runtime.readings import take_tier
+from kvoffload_async.runtime.loop import LoopThread
 from kvoffload_async.statistics import TierStatistics
 from kvoffload_async.tables.keymap import LEAST_KEY_BYTES, MAX_KEY_BYTES, require_keys
 from kvoffload_async.tiers.example import ExampleTier
@@ -58,38 +58,27 @@ _STOP_THREADS_S: Final = 0.2
 def create_index(
     tier: AsyncTier, min_blocks: int, prefill_blocks_per_s: float | None = None
 ) -> KeyIndex:
-    """Return a tier's index; it declines requests that miss too few blocks for a load to pay.
+    """Return a tier's key index; it declines requests missing too few blocks to justify a load.
 
     The minimum is `min_blocks` or, with `prefill_blocks_per_s`, the break-even point if that is
     higher.
     """
-    index: KeyIndex = (
-        ExactIndex()
-        if tier.capabilities.exclusive
-        else ProbedIndex(
-            tier.bounds.concurrent_probes, keeps_order=tier.capabilities.probes_prefixes
-        )
-    )
+    index: KeyIndex = ExactIndex()
+    if not tier.capabilities.exclusive:
+        keeps_order = tier.capabilities.probes_prefixes
+        index = ProbedIndex(tier.bounds.concurrent_probes, keeps_order=keeps_order)
     if prefill_blocks_per_s is not None:
         return CostGatedIndex(index, min_blocks, BreakEven(prefill_blocks_per_s))
     return index if min_blocks == 1 else CostGatedIndex(index, min_blocks)
 
 
-def create_state(
-    name: str,
-    tier: AsyncTier,
-    index: KeyIndex,
-    slot_bytes: int,
-    *,
-    enable_kv_events: bool,
-    backpressure: Backpressure | None,
-) -> TierState:
+def create_state(name: str, tier: AsyncTier, options: ManagerOptions, slot_bytes: int) -> TierState:
     """Return the initial state of a tier."""
     capabilities = tier.capabilities
     events = EventLog(
         capabilities.medium,
         capabilities.locality,
-        enabled=enable_kv_events,
+        enabled=options.enable_kv_events,
         ownership=name,
         announces_removals=capabilities.announces_removals,
         # For other tiers the table would grow without bound: they announce no removals.
@@ -97,12 +86,10 @@ def create_state(
     )
     return TierState(
         name,
-        index,
+        create_index(tier, options.min_blocks, options.prefill_blocks_per_s),
         slot_bytes,
         events,
-        medium=capabilities.medium,
-        locality=capabilities.locality,
-        backpressure=backpressure,
+        backpressure=options.backpressure_detector,
         remedies=check_remedies(tier.remedies, type(tier)),
     )
 
@@ -145,7 +132,7 @@ class SecondaryTierManager:
     backpressure_detector: Backpressure | None = None
     io_timeout_s: float = TierOptions.io_timeout_s
     remedies: ClassVar[Remedies] = {}
-    """What helps if an external manager fails; see `AsyncTier.remedies`."""
+    """Remedies for failures of an external manager; see `AsyncTier.remedies`."""
     tier_class: ClassVar[type[AsyncTier] | None] = None
     """Class of the tier that the constructor creates; None: the constructor is given the tier."""
     __signature__: ClassVar[inspect.Signature | None] = None
@@ -203,16 +190,9 @@ class SecondaryTierManager:
         self.backpressure_detector = common.backpressure_detector
         self.io_timeout_s = common.io_timeout_s
         self._close_timeout_s = common.close_timeout_s
-        state = create_state(
-            tier_type,
-            tier,
-            create_index(tier, common.min_blocks, common.prefill_blocks_per_s),
-            shape[1],
-            enable_kv_events=common.enable_kv_events,
-            backpressure=common.backpressure_detector,
-        )
+        state = create_state(tier_type, tier, common, shape[1])
         bridge: Bridge | None = common.runtime or getattr(offloading_spec, "runtime", None)
-        host = None
+        owns_loop = bridge is None
         if tier.io_threads is None:
             loads = common.read_threads(waits_for_device=tier.waits_for_device)
             stores = common.n_write_threads
@@ -224,9 +204,8 @@ class SecondaryTierManager:
                 f"{tier_type} cannot be started"
             ):
                 if bridge is None:
-                    host = RuntimeHost()
-                    undo.callback(host.close)
-                    bridge = host.bridge
+                    bridge = Bridge(LoopThread())
+                    undo.callback(bridge.close)
                 pool = bridge.create_pool(loads, stores, tier.bounds.concurrent_probes)
             undo.callback(pool.close, _STOP_THREADS_S)
             self.link = TierLink(
@@ -238,7 +217,7 @@ class SecondaryTierManager:
                 io_timeout_s=common.io_timeout_s,
                 probe_timeout_s=common.probe_timeout_s,
                 identity=identity,
-                host=host,
+                owns_loop=owns_loop,
             )
             undo.pop_all()
         self.link.open(common.open_timeout_s)
@@ -307,7 +286,7 @@ class SecondaryTierManager:
         return answer
 
     def touch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        """Record a use of blocks, first block first; errors as in `lookup`."""
+        """Record a use of blocks, given in prompt order; errors as in `lookup`."""
         require_keys(keys)
         self.tier_state.touch(keys)
 
@@ -350,13 +329,13 @@ class SecondaryTierManager:
         self.link.pump()
 
     def on_schedule_end(self, context: ScheduleEndContext | None = None) -> None:
-        """End a step: existence probes and submitted jobs start."""
+        """End a step; start its existence probes and submitted jobs."""
         self.link.pump()
         self.link.end_step(context)
         self.link.bridge.flush()
 
     def has_pending_work(self) -> bool:
-        """Return whether a job has no result, a result waits, or a probe is unanswered."""
+        """Return whether a job is unfinished, a result is uncollected, or a probe is unanswered."""
         self.link.pump()
         return self.link.has_pending_work()
 
@@ -365,12 +344,12 @@ class SecondaryTierManager:
         return self.link.take_events()
 
     def announce_anew(self) -> None:
-        """Announce a block again the next time that it is stored; for consumers that lost state."""
+        """Emit events for blocks again when they are next stored; for consumers that lost state."""
         self.link.announce_anew()
 
     def stats(self) -> TierStatistics:
         """Return the tier's counters and gauges, also after shutdown."""
-        return self.link.stats(take_tier(self.tier_state))
+        return self.link.stats(TIER_FIGURES.take(self.tier_state, 0))
 
     @property
     def ownership(self) -> str | None:
@@ -423,7 +402,7 @@ class ExampleSecondaryTierManager(SecondaryTierManager):
     tier: ExampleTier
 
     def get_num_blocks(self) -> int:
-        """Return how many blocks are kept."""
+        """Return the number of stored blocks."""
         return self.tier.get_num_blocks()
 
 
@@ -443,7 +422,7 @@ class SlabTierManager(SecondaryTierManager):
 
 @cache
 def manager_of(tier_class: type[AsyncTier]) -> type[SecondaryTierManager]:
-    """Return the class of the managers of a tier class."""
+    """Return the manager class for a tier class."""
     for manager in (ExampleSecondaryTierManager, FileSystemTierManager, SlabTierManager):
         if manager.tier_class is tier_class:
             return manager

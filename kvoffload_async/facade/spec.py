@@ -4,42 +4,33 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
-from kvoffload_async.abc.tier import TierLocation
 from kvoffload_async.abc.transport import Transport
 from kvoffload_async.config import OffloadConfig
 from kvoffload_async.core.health import BreakerSettings
-from kvoffload_async.errors import (
-    ClosedError,
-    ConfigError,
-    TierUnavailableError,
-    naming_shortage,
-)
+from kvoffload_async.errors import ClosedError, ConfigError, naming_shortage
 from kvoffload_async.facade.connector.worker import OffloadingConnectorWorker
 from kvoffload_async.facade.driver import PlannerDriver
-from kvoffload_async.facade.locations import check_locations
-from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tier, reuse_capacity
+from kvoffload_async.facade.tier_factory import check_tiers, naming_tier, reuse_capacity
 from kvoffload_async.facade.tier_group import UnopenedTier, close_unused, create_tier, tiers_text
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.registry import check_policy
-from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
+from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.runtime.buffer import PrimaryBuffer, rows_within
 from kvoffload_async.runtime.lifetime import guard_forks, warn_unclosed
+from kvoffload_async.runtime.loop import LoopThread
 from kvoffload_async.runtime.machine import Limit, memory_limit
 from kvoffload_async.runtime.trace_recorder import TraceRecorder, check_trace_files
-from kvoffload_async.status.server import EngineStatus, ReadStatistics, path_from_environment
+from kvoffload_async.status.server import EngineStatus, ReadStatistics
 from kvoffload_async.waiting import seconds
 
 if TYPE_CHECKING:  # do not import torch before a caller passes tensors
     import torch
 
-    from kvoffload_async.transport.layout import KVLayout
     from kvoffload_async.transport.streams import DeviceRuntime
 
 
@@ -71,18 +62,14 @@ class _Spec(ABC):
             self.config.cpu_bytes_to_use, self.config.block_bytes, self.config.num_workers
         )
         check_policy(self.config.eviction_policy)
+        memory_bytes = self.num_blocks * self.stride_bytes
         for limit in self._memory_limits():
-            if self.num_blocks * self.stride_bytes > limit.size_bytes:
+            if memory_bytes > limit.size_bytes:
                 raise ConfigError(
                     f"cpu_bytes_to_use: {self.config.cpu_bytes_to_use} bytes are more than "
                     f"{limit.name}, which is {limit.size_bytes} bytes; use less"
                 )
-        locations: list[tuple[str, TierLocation]] = []
-        for index, tier in enumerate(self.config.secondary_tiers):
-            with naming_tier(index, tier), _unless_required(tier):
-                found = SecondaryTierFactory.check_config(tier, self.config)
-                locations += [(f"secondary_tiers[{index}]: ", location) for location in found]
-        check_locations(locations, self.num_blocks * self.stride_bytes)
+        check_tiers(self.config.secondary_tiers, self.config, memory_bytes=memory_bytes)
 
     def __repr__(self) -> str:
         tiers = tiers_text([str(tier["type"]) for tier in self.config.secondary_tiers])
@@ -90,41 +77,8 @@ class _Spec(ABC):
         return f"<{type(self).__name__}: {size}, {tiers}>"
 
     @abstractmethod
-    def get_manager(self) -> OffloadingManager:
+    def get_manager(self) -> CPUPrimaryTierOffloadingManager | TieringOffloadingManager:
         """Return the manager; the first call creates it."""
-
-    @abstractmethod
-    def _get_kv_view(self) -> memoryview:
-        """Return the manager's buffer."""
-
-    def register_kv_caches(
-        self,
-        kv_caches: Mapping[str, torch.Tensor],
-        groups: Sequence[Sequence[str]] | None = None,
-        *,
-        block_dim: int | None = None,
-    ) -> KVLayout:
-        """Return the layout of one worker's tensors, without copying them.
-
-        Args:
-            kv_caches: Layer name -> tensor, of any dtype, on one device.
-            groups: Layer names of each KV-cache group; default: all layers in one group.
-            block_dim: Index of the device block dimension; None: the first, unless that looks
-                like key and value.
-
-        Raises:
-            ConfigError: The tensors cannot be addressed by block, or one chunk of them is larger
-                than `block_bytes`.
-        """
-        from kvoffload_async.transport.layout import register_kv_caches  # noqa: PLC0415 - torch
-
-        layout = register_kv_caches(kv_caches, groups, self.config.blocks_per_chunk, block_dim)
-        if layout.chunk_bytes > self.config.block_bytes:
-            raise ConfigError(
-                f"block_bytes: {self.config.block_bytes} bytes do not hold a chunk of the KV "
-                f"caches, which takes {layout.chunk_bytes}"
-            )
-        return layout
 
     def transport_maker(
         self,
@@ -135,26 +89,34 @@ class _Spec(ABC):
         worker_index: int = 0,
         runtime: DeviceRuntime | None = None,
     ) -> Callable[[memoryview], Transport]:
-        """Return a factory of the transport for the tensors' device; its argument is the buffer.
+        """Return a function that creates the tensors' transport, given the primary's buffer.
 
         Args:
-            kv_caches: One worker's tensors; see `register_kv_caches`.
-            groups: See `register_kv_caches`.
-            block_dim: See `register_kv_caches`.
+            kv_caches: One worker's tensors: layer name -> tensor, of any dtype, on one device.
+            groups: Layer names of each KV-cache group; default: all layers in one group.
+            block_dim: Index of the device block dimension; None: the first, unless that looks
+                like key and value.
             worker_index: Index of the worker's cell among the `num_workers` cells of a slot.
             runtime: Runtime of the tensors' device; see `create_transport`.
 
         Raises:
-            ConfigError: As `register_kv_caches`, or `worker_index` is out of range.
+            ConfigError: The tensors cannot be addressed by block, one chunk of them is larger than
+                `block_bytes`, or `worker_index` is out of range.
         """
         if not 0 <= worker_index < self.config.num_workers:
             raise ConfigError(
                 f"worker_index: {worker_index} is not valid; num_workers is "
                 f"{self.config.num_workers}"
             )
-        layout = self.register_kv_caches(kv_caches, groups, block_dim=block_dim)
         from kvoffload_async.transport.choice import create_transport  # noqa: PLC0415 - torch
+        from kvoffload_async.transport.layout import register_kv_caches  # noqa: PLC0415 - torch
 
+        layout = register_kv_caches(kv_caches, groups, self.config.blocks_per_chunk, block_dim)
+        if layout.chunk_bytes > self.config.block_bytes:
+            raise ConfigError(
+                f"block_bytes: {self.config.block_bytes} bytes do not hold a chunk of the KV "
+                f"caches, which takes {layout.chunk_bytes}"
+            )
         offset = worker_index * self.config.block_bytes
         return partial(create_transport, layout, cell_offset_bytes=offset, runtime=runtime)
 
@@ -185,7 +147,7 @@ class _Spec(ABC):
         create_transport = self.transport_maker(
             kv_caches, groups, block_dim=block_dim, worker_index=worker_index, runtime=runtime
         )
-        transport = create_transport(self._get_kv_view())
+        transport = create_transport(self.get_manager().get_primary_kv_view())
         try:
             with naming_shortage("the event loop of the worker cannot be started"):
                 return OffloadingConnectorWorker(transport, flush_timeout_s=flush_timeout_s)
@@ -219,20 +181,12 @@ class CPUOffloadingSpec(_Spec):
 
     def __init__(self, config: Mapping[str, Any] | OffloadConfig) -> None:
         super().__init__(config)
-        if self.config.secondary_tiers:
-            raise ConfigError(
-                "secondary_tiers: CPUOffloadingSpec has none; use TieringOffloadingSpec"
-            )
-        if self.config.record_trace is not None:
-            raise ConfigError(
-                "record_trace: CPUOffloadingSpec records none; use TieringOffloadingSpec, which "
-                "needs no tiers"
-            )
-        if self.config.status_socket is not None:
-            raise ConfigError(
-                "status_socket: CPUOffloadingSpec has none; use TieringOffloadingSpec, which needs "
-                "no tiers"
-            )
+        for key in ("secondary_tiers", "record_trace", "status_socket"):
+            if getattr(self.config, key):
+                raise ConfigError(
+                    f"{key}: CPUOffloadingSpec has none; use TieringOffloadingSpec, also without "
+                    "tiers"
+                )
         self._manager: CPUPrimaryTierOffloadingManager | None = None
 
     def get_manager(self) -> CPUPrimaryTierOffloadingManager:
@@ -241,15 +195,15 @@ class CPUOffloadingSpec(_Spec):
             self._manager = self._create_primary()
         return self._manager
 
-    def _get_kv_view(self) -> memoryview:
-        return self.get_manager().get_primary_kv_view()
-
 
 class TieringOffloadingSpec(_Spec):
     """Offloading to host memory and secondary tiers; a context manager.
 
     Owns the threads that run the tiers.
     """
+
+    _path_suffix = ""
+    """Suffix of the status socket's and trace's paths if several specs share a configuration."""
 
     def __init__(
         self,
@@ -273,7 +227,7 @@ class TieringOffloadingSpec(_Spec):
         if (path := self._trace_path()) is not None:
             check_trace_files(path)
         self._runtime = runtime
-        self._host: RuntimeHost | None = None
+        self._own_runtime: Bridge | None = None
         self._status = EngineStatus(self.config.model, read_stats)
         self._recorder: TraceRecorder | None = None
         self._is_shut_down = False
@@ -297,10 +251,10 @@ class TieringOffloadingSpec(_Spec):
             return self._runtime
         if self._is_shut_down:
             raise ClosedError("the spec was shut down")
-        if self._host is None:
+        if self._own_runtime is None:
             with naming_shortage("the event loop of the tiers cannot be started"):
-                self._host = RuntimeHost()
-        return self._host.bridge
+                self._own_runtime = Bridge(LoopThread())
+        return self._own_runtime
 
     def get_manager(self) -> TieringOffloadingManager:
         """Return the manager; the first call maps the memory and opens the tiers, and blocks.
@@ -315,7 +269,7 @@ class TieringOffloadingSpec(_Spec):
         return self.get_driver(TieringOffloadingManager)
 
     def get_driver(self, kind: type[D]) -> D:
-        """Like `get_manager`, for a caller that needs less than a manager.
+        """Return a driver of class `kind`; otherwise like `get_manager`.
 
         Args:
             kind: The class to return an object of: `PlannerDriver` or a subclass; the same in each
@@ -325,7 +279,7 @@ class TieringOffloadingSpec(_Spec):
         if driver is None:
             try:
                 with naming_shortage("the threads of the engine cannot be started"):
-                    self._status.listen(self._status_path())
+                    self._status.listen(self.config.status_socket, self._path_suffix)
                     driver = self._driver = self._create_driver(kind)
                     self._status.serve(driver.stats, driver.slowest_requests)
             except BaseException:
@@ -334,23 +288,17 @@ class TieringOffloadingSpec(_Spec):
                 finally:
                     self._driver = None
                 raise
-            guard_forks(self, _driver=None, _host=None)
+            guard_forks(self, _driver=None, _own_runtime=None)
         assert isinstance(driver, kind)  # noqa: S101 - for the type checker
         return driver
 
-    def _status_path(self) -> str | None:
-        """Return the path of the status socket, or None."""
-        return self.config.status_socket or path_from_environment()
-
     def _trace_path(self) -> str | None:
         """Return the path of the trace of requests, or None."""
-        return self.config.record_trace
-
-    def _get_kv_view(self) -> memoryview:
-        return self.get_manager().get_primary_kv_view()
+        path = self.config.record_trace
+        return None if path is None else path + self._path_suffix
 
     def __del__(self) -> None:
-        if getattr(self, "_host", None) is not None:
+        if getattr(self, "_own_runtime", None) is not None:
             warn_unclosed(self, "shutdown()")
 
     def shutdown(self, timeout: float | None = None) -> None:
@@ -373,9 +321,9 @@ class TieringOffloadingSpec(_Spec):
             recorder, self._recorder = self._recorder, None
             if recorder is not None:
                 recorder.close(min(timeout_s, _STOP_THREADS_S))
-            host, self._host = self._host, None
-            if host is not None:
-                host.close(min(timeout_s, _STOP_THREADS_S))
+            runtime, self._own_runtime = self._own_runtime, None
+            if runtime is not None:
+                runtime.close(min(timeout_s, _STOP_THREADS_S))
 
     def _tier_configs(self) -> Sequence[Mapping[str, Any]]:
         """Return the tiers' configurations; called after the primary was mapped."""
@@ -415,13 +363,6 @@ class TieringOffloadingSpec(_Spec):
                 reuse_capacity(tier_config, self.stride_bytes) for tier_config in tier_configs
             ],
         )
-
-
-def _unless_required(tier_config: Mapping[str, Any]) -> AbstractContextManager[None]:
-    """Return a context that suppresses TierUnavailableError unless the tier is `required`."""
-    if tier_config.get("required", True) is False:
-        return suppress(TierUnavailableError)
-    return nullcontext()
 
 
 _STOP_THREADS_S = 0.5

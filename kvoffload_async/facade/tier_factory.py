@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from math import inf
@@ -52,7 +52,7 @@ from kvoffload_async.runtime.buffer import row_stride_bytes
 def naming_tier(
     index: int, tier_config: Mapping[str, Any], key: str = "secondary_tiers"
 ) -> Iterator[None]:
-    """Prefix messages of errors with the tier's position in the list that `key` names.
+    """Prefix error messages with the tier's position in the list named `key`.
 
     Raises:
         ConfigError: The configuration is unusable, or the tier's module cannot be imported.
@@ -79,7 +79,7 @@ def naming_tier(
 
 
 def _like(error: OffloadError, text: str) -> OffloadError:
-    """Return an error of the same class with another text, or of its nearest base class."""
+    """Return a copy of an error with another text, of its class or the nearest base class."""
     for cls in type(error).__mro__:
         try:
             made = cls(text)
@@ -94,7 +94,7 @@ _MOST_S_PER_MIB: Final = 1e9
 
 
 def parse_backpressure(value: object, key: str) -> BackpressureSettings:
-    """Return back-pressure settings; those of a local tier for keys that are not given.
+    """Return back-pressure settings; missing keys get the defaults of a local tier.
 
     Raises:
         ConfigError: A key is unknown, or the water marks are not positive and in order.
@@ -115,13 +115,13 @@ def parse_backpressure(value: object, key: str) -> BackpressureSettings:
 
 
 class BackpressureClass(StrEnum):
-    """Detectors of back-pressure."""
+    """Names of the back-pressure detectors."""
 
     EMA = "ema"
 
 
 class TierAdmission(StrEnum):
-    """Which stored blocks are written to a tier."""
+    """Admission policy: which stored blocks are written to a tier."""
 
     ALL = "all"
     REUSE = "reuse"
@@ -171,7 +171,7 @@ class SecondaryTierFactory:
     def register_adapter(
         cls, contract: type, adapt: Callable[[Any], type[SecondaryTierManager]]
     ) -> None:
-        """Accept the tier classes of another contract.
+        """Register an adapter for tier classes of another contract.
 
         Args:
             contract: Base class of these classes.
@@ -182,12 +182,12 @@ class SecondaryTierFactory:
 
     @classmethod
     def names(cls) -> list[str]:
-        """Return the names that `type` may have."""
+        """Return the registered tier names, the valid values of `type`."""
         return cls._registry.names()
 
     @classmethod
     def get_tier_class(cls, name: str) -> type[SecondaryTierManager]:
-        """Import the class registered under a name; return that of its managers.
+        """Import the tier class registered under a name; return its manager class.
 
         Raises:
             ConfigError: The name is unknown, or the class is not one of a tier.
@@ -198,7 +198,7 @@ class SecondaryTierFactory:
 
     @classmethod
     def class_of(cls, tier_config: Mapping[str, Any]) -> type[SecondaryTierManager]:
-        """Return the class of the managers of a configured tier; errors as `get_tier_class`."""
+        """Return the manager class of a configured tier; errors as in `get_tier_class`."""
         tier_type, module_path = tier_config.get("type"), tier_config.get("module_path")
         if not tier_type:
             raise ConfigError("Secondary tier configuration must include 'type'")
@@ -220,7 +220,7 @@ class SecondaryTierFactory:
 
     @classmethod
     def host_defaults(cls, tier_config: Mapping[str, Any]) -> dict[str, str]:
-        """Return other defaults for a tier under a host, whose model may change at any start.
+        """Return the changed defaults of a tier under a host, whose model may differ at each start.
 
         Errors as `get_tier_class`.
         """
@@ -276,7 +276,7 @@ class SecondaryTierFactory:
         primary_kv_view: memoryview,
         offloading_spec: object,
     ) -> SecondaryTierManager:
-        """Check a tier's configuration, create and open it; the caller's mapping is not changed.
+        """Check a tier's configuration, then create and open the tier; the mapping is unchanged.
 
         Raises:
             ConfigError: `type` is missing or unknown, or an option or the tier's directory is
@@ -341,8 +341,36 @@ for _name, (_module, _class) in BUILT_IN.items():
     SecondaryTierFactory.register_tier(_name, f"kvoffload_async.tiers.{_module}", _class)
 
 
+def check_tiers(
+    tiers: Sequence[Mapping[str, Any]],
+    config: OffloadConfig | None = None,
+    *,
+    key: str = "secondary_tiers",
+    memory_bytes: int = 0,
+) -> None:
+    """Check configurations of tiers without creating anything.
+
+    Args:
+        tiers: Configuration of each tier; see `SecondaryTierFactory`.
+        config: Gives the tiers their model, fingerprint and geometry.
+        key: Name of the list of tiers, for messages.
+        memory_bytes: Memory of the primary.
+
+    Raises:
+        ConfigError: A configuration is unusable; the message begins with `key` and the position.
+        TierUnavailableError: The filesystem of a tier that is `required` cannot be reached.
+    """
+    locations: list[tuple[str, TierLocation]] = []
+    for index, tier in enumerate(tiers):
+        tolerated = [TierUnavailableError] if tier.get("required") is False else []
+        with naming_tier(index, tier, key), suppress(*tolerated):
+            found = SecondaryTierFactory.check_config(tier, config)
+            locations += [(f"{key}[{index}]: ", location) for location in found]
+    check_locations(locations, memory_bytes)
+
+
 def reuse_capacity(tier_config: Mapping[str, Any], row_bytes: int) -> float | None:
-    """Return the blocks that fit into a tier with `admission` "reuse"; None for other tiers.
+    """Return how many blocks fit into a tier with `admission` "reuse"; None for other tiers.
 
     A tier without `capacity_bytes` counts as endless.
     """
@@ -367,7 +395,7 @@ def _check(
     config: OffloadConfig | None,
     block_bytes: int,
 ) -> tuple[TierLocation, ...]:
-    """Check options with known names; return the locations of its blocks."""
+    """Check a tier's options, whose names are known; return the locations of its blocks."""
     allowed = options_of(cls)
     declares = None if cls.tier_class is None else cls.tier_class.declares
     # Their declaration checks them, with remedies of its own.

@@ -13,21 +13,20 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import starmap
 from typing import Any, Final
 
 from kvoffload_async.abc.tier import CloseReport
+from kvoffload_async.core.counters import Figures
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.health import BreakerSettings, BreakerState, TierHealth
 from kvoffload_async.core.index import ProbedIndex
 from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.tier_state import TierState
-from kvoffload_async.errors import TierTimeoutError, drop_tracebacks, text_of
+from kvoffload_async.errors import TierTimeoutError, Trouble, drop_tracebacks, remedy_of, text_of
 from kvoffload_async.facade.external import ExternalLink, closed, is_external
 from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
 from kvoffload_async.facade.tier_factory import EngineTierOptions, SecondaryTierFactory
 from kvoffload_async.runtime.bridge import Bridge, TierLink
-from kvoffload_async.runtime.readings import Figures, read_tier
 from kvoffload_async.statistics import TierStatistics, UnopenedStatistics
 from kvoffload_async.types import (
     JobId,
@@ -42,6 +41,8 @@ POLL_S: Final = 0.05
 """Interval, in seconds, of polling external managers, which send no notifications."""
 
 
+_SECONDS_BETWEEN: Final = 60.0
+"""Minimum seconds between two warnings about a tier's lost blocks."""
 _FIRST_PAUSE_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 60.0
 
@@ -93,7 +94,7 @@ class UnopenedTier:
         error: Exception,
         hangs: Callable[[], bool] = bool,
     ) -> None:
-        """Start the thread.
+        """Start the background thread.
 
         Args:
             tier_type: The name under which the tier was configured.
@@ -115,11 +116,10 @@ class UnopenedTier:
             why,
         )
         now_s = time.time()
-        self.failing: UnopenedStatistics | None = UnopenedStatistics(
-            since_s=now_s, attempts=1, reason=why, next_attempt_s=now_s
-        )
+        failing = UnopenedStatistics(since_s=now_s, attempts=1, reason=why, next_attempt_s=now_s)
+        self.failing: UnopenedStatistics | None = failing
         self._thread = threading.Thread(
-            target=self._reopen, name=f"kvoffload-reopen:{tier_type}", daemon=True
+            target=self._reopen, args=(failing,), name=f"kvoffload-reopen:{tier_type}", daemon=True
         )
         self._thread.start()
 
@@ -127,7 +127,7 @@ class UnopenedTier:
         return f"<{type(self).__name__} {self.tier_type}>"
 
     def take_opened(self) -> SecondaryTierManager | None:
-        """Return the tier, once, when it has been opened; otherwise None."""
+        """Return the manager of the opened tier, once; None before and afterwards."""
         if not self._opened:
             return None
         seconds = time.monotonic() - self._failed_at_s
@@ -149,10 +149,8 @@ class UnopenedTier:
             return CloseReport(error=TierTimeoutError(f"{self.tier_type} is still being opened"))
         return CloseReport()
 
-    def _reopen(self) -> None:
+    def _reopen(self, failing: UnopenedStatistics) -> None:
         """Retry until the tier opens. Runs on the background thread."""
-        failing = self.failing
-        assert failing is not None  # noqa: S101 - for the type checker
         for pause_s in pauses_s():
             failing = self.failing = replace(failing, next_attempt_s=time.time() + pause_s)
             if self._stop.wait(pause_s):
@@ -201,21 +199,20 @@ class BreakerLog:
         self._suspended: set[tuple[int, str]] = set()
 
     def update(self, now_s: float) -> None:
-        """Check every breaker and log changes."""
+        """Log each breaker that has opened or closed since the last call."""
         for index, tier in enumerate(self._tiers):
             health = tier.health
             for direction, breaker in (("loads", health.loads), ("stores", health.stores)):
-                is_known = (index, direction) in self._suspended
-                if (breaker.state is BreakerState.CLOSED) is not is_known:
+                is_open = breaker.state is not BreakerState.CLOSED
+                if is_open is ((index, direction) in self._suspended):
                     continue
-                if is_known:
-                    self._suspended.remove((index, direction))
+                self._suspended ^= {(index, direction)}
+                if not is_open:
                     open_s = now_s - breaker.opened_at_s
                     logger.warning(
                         "tier %s: %s resumed after %.1f s", tier.label, direction, open_s
                     )
                     continue
-                self._suspended.add((index, direction))
                 logger.warning(
                     "tier %s: %s are suspended, and tried again after %s s: %s; the engine runs "
                     "without this tier's %s; fix the cause above",
@@ -225,6 +222,76 @@ class BreakerLog:
                     breaker.reason,
                     direction,
                 )
+
+
+class LossWarnings:
+    """Logs a warning when blocks were not stored in a tier, at most once a minute per tier.
+
+    Blocks dropped by a reset do not count: the caller asked for it.
+
+    Not thread-safe; call only from the owner's thread.
+    """
+
+    def __init__(self, planner: Planner, now_s: float) -> None:
+        """Count lost blocks from the time `now_s` on."""
+        self._planner = planner
+        self._reported = [Counter[str]() for _ in planner.tiers]
+        self._reported_s = [now_s for _ in planner.tiers]
+        self._next_s = [now_s for _ in planner.tiers]
+
+    def check(self, now_s: float, *, is_last: bool = False) -> None:
+        """Log the blocks that each tier has lost since its last warning, if a warning is due."""
+        for index, tier in enumerate(self._planner.tiers):
+            counters, reported = tier.counters, self._reported[index]
+            lost = counters.dropped_blocks - counters.dropped["reset"]
+            lost += counters.failed_store_blocks
+            if lost > reported.total() and (is_last or now_s >= self._next_s[index]):
+                self._warn(index, tier, now_s)
+                self._reported_s[index], self._next_s[index] = now_s, now_s + _SECONDS_BETWEEN
+
+    def _warn(self, index: int, tier: TierState, now_s: float) -> None:
+        """Log a tier's lost blocks by reason, each with its remedy."""
+        dropped, reported = tier.counters.dropped, self._reported[index]
+        since = {
+            reason: count - reported[reason]
+            for reason, count in (
+                ("evicted", dropped["evicted"]),
+                ("failed", tier.counters.failed_store_blocks),
+                ("closed", dropped["closed"]),
+            )
+            if count > reported[reason]
+        }
+        reported.update(since)
+        logger.warning(
+            "tier %s: %d blocks have been lost in the last %.0f s: %s; %d more wait for room",
+            tier.label,
+            sum(since.values()),
+            now_s - self._reported_s[index],
+            "; ".join(
+                f"{count} {_LOSSES[reason]} ({remedy_of(_cause_of(reason, tier), tier.remedies)})"
+                for reason, count in since.items()
+            ),
+            self._planner.cascades.queues[index].count,
+        )
+
+
+_LOSSES: Final = {
+    "evicted": "evicted from the primary before the tier had room for them",
+    "failed": "given up after failed stores",
+    "closed": "not stored before the shutdown",
+}
+_TROUBLES: Final = {"evicted": Trouble.TOO_SLOW, "closed": Trouble.CLOSED_TOO_SOON}
+
+
+def _cause_of(reason: str, tier: TierState) -> Trouble:
+    """Return the underlying cause of a tier's losses with a given reason."""
+    if reason == "failed":
+        return Trouble.STORES_FAILED
+    if not tier.is_available:
+        return Trouble.NOT_OPEN
+    if tier.health.stores.state is not BreakerState.CLOSED:
+        return Trouble.SUSPENDED
+    return Trouble.HANGING if tier.jobs.orphaned_count else _TROUBLES[reason]
 
 
 class TierGroup:
@@ -260,7 +327,7 @@ class TierGroup:
         self._names = [owner_name(manager.tier_type, seen) for manager in managers]
         self._unopened: dict[int, UnopenedTier] = {}
         self._running: dict[int, set[JobId]] = {}
-        """Tiers that are shut down, with the jobs whose copies still run."""
+        """Index of a tier that was shut down -> its jobs whose copies still run."""
         for index, manager in enumerate(managers):
             if isinstance(manager, UnopenedTier):
                 self._unopened[index] = manager
@@ -313,19 +380,9 @@ class TierGroup:
 
     def stats(self, taken: Sequence[Figures]) -> tuple[TierStatistics, ...]:
         """Return each tier's statistics, from the planner's figures. Thread-safe."""
-        return tuple(starmap(self._stats_of, enumerate(taken)))
+        return tuple(self._stats_of(index, figures) for index, figures in enumerate(taken))
 
     # -- calls that block ----------------------------------------------------------------------
-
-    def drain(self, timeout_s: float) -> None:
-        """Wait for running jobs, at most `timeout_s` per tier."""
-        for link in self.links.values():
-            link.drain(timeout_s)
-
-    def abandon(self) -> None:
-        """Fail the jobs that have no result."""
-        for link in self.links.values():
-            link.abandon()
 
     def store_pending(self, planner: Planner, bridge: Bridge | None, timeout_s: float) -> None:
         """Write pending blocks back to the tiers, for at most `timeout_s`; needs a bridge."""
@@ -377,7 +434,7 @@ class TierGroup:
     def _stats_of(self, index: int, figures: Figures) -> TierStatistics:
         if (link := self.links.get(index)) is not None:
             return link.stats(figures)
-        read = read_tier(figures, self.states[index])
+        read = self.states[index].statistics(figures)
         if (tier := self._unopened.get(index)) is None:
             return read
         failing = tier.failing

@@ -1,4 +1,4 @@
-"""The options of every tier, signatures of managers made from options, and the blocks' identity."""
+"""Options common to all tiers, manager signatures derived from options, and block identity."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class UnknownOptionError(UnknownNameError, TypeError):
 
 @dataclass(frozen=True, kw_only=True)
 class ManagerOptions(TierOptions):
-    """The options of every tier, and what only Python code can give a manager."""
+    """The options of every tier, and those that only Python code can pass to a manager."""
 
     runtime: Bridge | None = option(or_none(instance_of(Bridge)), None, is_internal=True)
     """Runs the tier instead of the spec's runtime."""
@@ -65,7 +65,7 @@ def reject_unknown_options(
 
 
 _NO_OPTIONS: Final = {"offloading_spec", "primary_kv_view", "tier_type", "tier", "runtime", "ops"}
-"""Parameters of constructors that are not options of a configuration."""
+"""Constructor parameters that are not configuration options."""
 
 
 def options_of(cls: type | None) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def options_of(cls: type | None) -> dict[str, Any]:
 
 
 def arguments_for(tier_class: type[AsyncTier], options: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the options that a tier's class is created from.
+    """Return the options to pass to a tier's class.
 
     Raises:
         ConfigError: A library that it requires is not installed.
@@ -127,6 +127,14 @@ def signature_of(cls: type, tier_class: type[AsyncTier] | None) -> inspect.Signa
 def _defaults_of(declared: type[Options]) -> dict[str, Any]:
     fields = declared.declared().items()
     return {k: f.metadata["default"] for k, f in fields if not f.metadata["is_internal"]}
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerSpec:
+    """The parts of a spec that a tier's manager reads, for callers without a spec."""
+
+    runtime: Bridge
+    config: OffloadConfig | None = None
 
 
 def config_of(spec: object) -> OffloadConfig | None:

@@ -49,7 +49,7 @@ class TieringOffloadingManager(PlannerDriver, OffloadingManager):
     def lookup_many(
         self, keys: Sequence[OffloadKey], req_context: ReqContext, *, stop_at_miss: bool = False
     ) -> list[LookupResult]:
-        """Look blocks up, see the base class; a hit in a secondary tier queues a promotion."""
+        """Look blocks up as in the base class; a hit in a secondary tier queues a promotion."""
         self.begin_step()
         current = self.generation.current(keys)
         if len(current) == len(keys):
@@ -64,7 +64,7 @@ class TieringOffloadingManager(PlannerDriver, OffloadingManager):
     def lookup_prefix(
         self, keys: Sequence[OffloadKey], req_context: ReqContext
     ) -> tuple[int, bool]:
-        """See the base class; costs no time per block while the request waits."""
+        """Look a prefix up as in the base class, at no cost per block while the request waits."""
         self.begin_step()
         if len(self.generation.current(keys)) < len(keys):
             return super().lookup_prefix(keys, req_context)
@@ -127,7 +127,8 @@ class TieringOffloadingManager(PlannerDriver, OffloadingManager):
         `on_reset_flushed`.
         """
         self._ensure_open()
-        self._tiers.drain(self._drain_timeout_s)
+        for link in self._tiers.links.values():
+            link.drain(self._drain_timeout_s)
         self._reset()
 
     def on_reset_flushed(self) -> None:

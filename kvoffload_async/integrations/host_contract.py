@@ -1,4 +1,4 @@
-"""The contract with a host: which of its releases are tested, and the signatures of its classes.
+"""Contracts with host software: its tested releases, and the signatures of the classes used.
 
 The adapters derive from a host's classes, and take and create its values. Their signatures are
 recorded from the newest tested release. A newer release is admitted, with a warning, if its
@@ -18,19 +18,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
 Signatures = dict[str, dict[str, Any]]
-"""Class, as `module:name` -> its description, as JSON."""
-
-_MOST_SHOWN: Final = 3
+"""Class, as `module:name` -> description of its signatures, as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostContract:
-    """What an integration needs of its host.
+    """The releases and classes of a host that an integration needs.
 
     Attributes:
         module: The host's package.
@@ -58,12 +56,12 @@ class HostContract:
 
     @property
     def supported(self) -> str:
-        """The tested releases, as a version specifier."""
+        """The tested releases of the host, as a version specifier."""
         first, beyond = (".".join(map(str, bound)) for bound in (self.first, self.beyond))
         return f">={first},<{beyond}"
 
     def require(self, what: str) -> None:
-        """Check that a suitable release can be imported.
+        """Check that a suitable release of the host can be imported.
 
         Args:
             what: The feature that needs it, for the message.
@@ -87,7 +85,7 @@ class HostContract:
         self.check(str(version), what)
 
     def check(self, version: str, what: str, read: Callable[[], Signatures] | None = None) -> None:
-        """Check a release, and compare the signatures of one that is newer than the tested ones.
+        """Check the host's release; if it is newer than the tested ones, compare its signatures.
 
         Args:
             version: The release.
@@ -106,13 +104,11 @@ class HostContract:
         if number < self.beyond:
             return
         found = self.read() if read is None else read()
-        if differences := list(self.differences(found)):
-            shown = "; ".join(differences[:_MOST_SHOWN])
-            if len(differences) > _MOST_SHOWN:
-                shown += f"; and {len(differences) - _MOST_SHOWN} more"
+        difference = next(self.differences(found), None)
+        if difference is not None:
             raise ImportError(
                 f"{what} needs {self.title} {self.supported}, and {version} is installed, which "
-                f"differs: {shown}. Install a tested release, or a newer kvoffload-async"
+                f"differs: {difference}. Install a tested release, or a newer kvoffload-async"
             )
         _warn(
             f"{self.title} {version} is newer than the tested releases ({self.supported}); the "
@@ -120,48 +116,42 @@ class HostContract:
         )
 
     def read(self) -> Signatures:
-        """Return the signatures of the installed release; {} for a class that does not exist."""
-        derived = {symbol: _described(symbol, names) for symbol, names in self.derived.items()}
-        used = {
-            symbol: _described(symbol, ("__init__", *names)) for symbol, names in self.used.items()
-        }
-        return derived | used | self._read_private()
+        """Return the signatures in the host's installed release; {} for a missing class."""
+        used = {symbol: ("__init__", *names) for symbol, names in self.used.items()}
+        symbols = {**self.derived, **used, **self.private}
+        return {symbol: _described(symbol, names) for symbol, names in symbols.items()}
 
     def recorded(self) -> Signatures:
-        """Return the recorded signatures."""
+        """Return the signatures in the recording of a tested release."""
         recording: Signatures = json.loads(self.recording.read_text(encoding="utf-8"))
         return recording
 
-    def differences(self, found: Signatures) -> Iterator[str]:
-        """Yield how signatures differ from the recorded ones in a way that matters.
+    def differences(self, found: Signatures, *, of_private: bool = False) -> Iterator[str]:
+        """Yield the incompatible differences of signatures from the recorded ones.
 
         What the host calls must not have changed. What this package calls may have further
         parameters with defaults.
+
+        Args:
+            found: The signatures.
+            of_private: Whether to compare the classes with private names instead of the others.
         """
         for symbol, recorded in self.recorded().items():
-            if symbol not in self.private:
+            if (symbol in self.private) is of_private:
                 yield from self._differences(symbol, recorded, found.get(symbol) or {})
 
     def has_private_names(self, what: str, found: Signatures | None = None) -> bool:
-        """Return whether the installed release has all private names; if not, warn once.
+        """Return whether the installed release has all needed private names; if not, warn once.
 
         Args:
             what: What is left out without them, for the warning.
-            found: Their descriptions; by default those of the installed release.
+            found: The signatures; by default those of the installed release.
         """
-        found = self._read_private() if found is None else found
-        differences = [
-            text
-            for symbol, recorded in self.recorded().items()
-            if symbol in self.private
-            for text in self._differences(symbol, recorded, found.get(symbol) or {})
-        ]
-        if differences:
-            _warn(f"{what} is left out: {differences[0]} in the installed {self.title}")
-        return not differences
-
-    def _read_private(self) -> Signatures:
-        return {symbol: _described(symbol, names) for symbol, names in self.private.items()}
+        found = self.read() if found is None else found
+        difference = next(self.differences(found, of_private=True), None)
+        if difference is not None:
+            _warn(f"{what} is left out: {difference} in the installed {self.title}")
+        return difference is None
 
     def _differences(
         self, symbol: str, recorded: Mapping[str, Any], now: Mapping[str, Any]
@@ -174,7 +164,6 @@ class HostContract:
             for member in recorded.get(kind, ()):
                 if member not in now.get(kind, ()):
                     yield f"{name}.{member} does not exist"
-        is_derived = symbol in self.derived
         accepts = _still_accepts if symbol in self.used else str.__eq__
         for method, signature in recorded["methods"].items():
             current = now["methods"].get(method)
@@ -182,7 +171,7 @@ class HostContract:
                 yield f"{name}.{method} does not exist"
             elif not accepts(signature, current):
                 yield f"{name}.{method} takes {current}, not {signature}"
-        for method in now["abstract"] if is_derived else ():
+        for method in now["abstract"] if symbol in self.derived else ():
             if method not in recorded["abstract"]:
                 yield f"{name}.{method} is a new abstract method"
 
@@ -194,7 +183,7 @@ def _warn(text: str) -> None:
 
 
 def describe(cls: type, names: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the description of a class: methods with their parameters, abstract ones, members.
+    """Return the description of a class: methods with parameters, abstract methods, members.
 
     Args:
         cls: The class.
@@ -222,7 +211,7 @@ def describe(cls: type, names: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _attributes(cls: type) -> set[str]:
-    """Return the names of a class's fields, and those that its constructor mentions."""
+    """Return the names of a class's fields, and the names that its constructor mentions."""
     constructor = getattr(getattr(cls, "__init__", None), "__code__", None)
     mentioned = () if constructor is None else constructor.co_names
     return {*getattr(cls, "__dataclass_fields__", ()), *getattr(cls, "_fields", ()), *mentioned}
@@ -246,24 +235,15 @@ def _parameters(member: object) -> str | None:
     signature = inspect.signature(member)
     empty = inspect.Parameter.empty
     parameters = [
-        parameter.replace(
-            annotation=empty, default=empty if parameter.default is empty else _Default
-        )
+        parameter.replace(annotation=empty, default=empty if parameter.default is empty else ...)
         for parameter in signature.parameters.values()
     ]
-    return str(signature.replace(parameters=parameters, return_annotation=empty))
-
-
-class _DefaultType:
-    def __repr__(self) -> str:
-        return "..."
-
-
-_Default: Final = _DefaultType()
+    text = str(signature.replace(parameters=parameters, return_annotation=empty))
+    return text.replace("=Ellipsis", "=...")
 
 
 def _still_accepts(recorded: str, current: str) -> bool:
-    """Return whether calls according to one signature fit another: further parameters default."""
+    """Return whether calls that fit the recorded signature also fit the current one."""
     old, new = (_split(text) for text in (recorded, current))
     added = [name for name in new if name not in old]
     return [name for name in new if name in old] == old and all(

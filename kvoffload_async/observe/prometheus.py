@@ -14,10 +14,11 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import count
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -35,12 +36,22 @@ SLOT_STATES: Final = ("free", "writing", "idle", "pinned", "held")
 
 Value = float | HistogramStatistics
 Samples = Iterable[tuple[tuple[str, ...], Value]]
-Read = Callable[[Any], Samples]
-"""Returns the samples of a part of the statistics: label values and value."""
+
+
+class Read(NamedTuple):
+    """A reader of a metric's samples from a part of the statistics.
+
+    Attributes:
+        labels: The names of its labels.
+        samples: Returns its samples: label values and value.
+    """
+
+    labels: tuple[str, ...]
+    samples: Callable[[Any], Samples]
 
 
 def at(path: str) -> Read:
-    """Read the value at a path; no sample where a part of the path is missing or None."""
+    """Return a reader of the value at a path; no sample if a part of it is missing or None."""
 
     def read(part: Any) -> Samples:  # noqa: ANN401 - any part of the tree
         for name in path.split("."):
@@ -49,67 +60,77 @@ def at(path: str) -> Read:
                 return
         yield (), part
 
-    return read
+    return Read((), read)
 
 
-def by_name(**paths: str) -> Read:
-    """Read several values, each labelled with the name of its argument."""
-    reads = {label: at(path) for label, path in paths.items()}
-    return lambda part: (
-        ((label,), value) for label, read in reads.items() for _, value in read(part)
+def by_name(label: str, **paths: str) -> Read:
+    """Return a reader of several values, each labelled with the name of its argument."""
+    reads = {name: at(path).samples for name, path in paths.items()}
+    return Read(
+        (label,),
+        lambda part: (((name,), value) for name, read in reads.items() for _, value in read(part)),
     )
 
 
-def by_key(path: str) -> Read:
-    """Read the values of the mapping at a path, labelled by key."""
-    mappings: Callable[[Any], Iterable[tuple[object, Any]]] = at(path)
-    return lambda part: (
-        ((key,), value) for _, mapping in mappings(part) for key, value in mapping.items()
+def by_key(label: str, path: str) -> Read:
+    """Return a reader of the values of the mapping at a path, each labelled with its key."""
+    mappings: Callable[[Any], Iterable[tuple[object, Any]]] = at(path).samples
+    return Read(
+        (label,),
+        lambda part: (((key,), n) for _, mapping in mappings(part) for key, n in mapping.items()),
     )
 
 
 def by_direction(loads: str, both: str) -> Read:
-    """Read the loads and the stores, from a tier's counts of the loads and of both."""
-    return lambda tier: (
-        (("load",), getattr(tier, loads)),
-        (("store",), getattr(tier, both) - getattr(tier, loads)),
+    """Return a reader of a tier's loads and stores, from its counts of loads and of both."""
+    return Read(
+        ("direction",),
+        lambda tier: (
+            (("load",), getattr(tier, loads)),
+            (("store",), getattr(tier, both) - getattr(tier, loads)),
+        ),
     )
 
 
 def of_tiers(read: Read) -> Read:
-    """Read the samples of each tier, labelled with the tier's name."""
-    return lambda stats: (
-        ((tier.name, *labels), value) for tier in stats.tiers for labels, value in read(tier)
+    """Return a reader of each tier's samples, labelled with the tier's name."""
+    return Read(
+        ("tier", *read.labels),
+        lambda stats: (
+            ((tier.name, *labels), value)
+            for tier in stats.tiers
+            for labels, value in read.samples(tier)
+        ),
     )
 
 
 def needed_blocks(tier: TierStatistics) -> Samples:
-    """Yield how many blocks a request must miss, infinity for "no number is enough"."""
+    """Yield how many blocks a request must miss for a load to pay; infinity if none ever pays."""
     if tier.break_even is not None:
         needed = tier.break_even.needed_blocks
         yield (), math.inf if needed is None else needed
 
 
 def breakers(tier: TierStatistics) -> Samples:
-    """Yield 1 for the state that each breaker of a tier is in, 0 for the others."""
+    """Yield 1 for the current state of each breaker of a tier, and 0 for its other states."""
     for direction, now in tier.breakers.items():
         yield from (((direction, state), float(state == now)) for state in BREAKER_STATES)
 
 
 def events(stats: OffloadingStatistics) -> Samples:
-    """Yield the events that nobody has read in time, by tier."""
+    """Yield the number of events dropped because they were not read in time, by tier."""
     yield ("primary",), stats.primary.events_dropped
     yield from (((tier.name,), tier.events_dropped) for tier in stats.tiers)
 
 
 def info(stats: OffloadingStatistics) -> Samples:
-    """Yield 1 under the versions."""
+    """Yield 1, labelled with the versions and the block I/O implementation."""
     if stats.runtime is not None:
         yield (stats.runtime.version, stats.runtime.python, stats.runtime.block_io), 1.0
 
 
 class MetricKind(StrEnum):
-    """What may be done with a metric's values."""
+    """Prometheus type of a metric."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -118,7 +139,7 @@ class MetricKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric.
+    """One Prometheus metric and its reader.
 
     Attributes:
         name: With the unit, and with `_total` for a counter.
@@ -132,53 +153,51 @@ class Metric:
     kind: MetricKind
     documentation: str
     labels: tuple[str, ...]
-    read: Read
+    read: Callable[[Any], Samples]
 
 
 def _metric(
-    name: str, documentation: str, read: str | Read, *labels: str, is_histogram: bool = False
+    name: str, documentation: str, read: str | Read, kind: MetricKind | None = None
 ) -> Metric:
-    """Return the metric `kvoffload_<name>`; `read` may be the path of its only value."""
-    kind = MetricKind.COUNTER if name.endswith("_total") else MetricKind.GAUGE
-    kind = MetricKind.HISTOGRAM if is_histogram else kind
+    """Return the metric `kvoffload_<name>`; `read` may be the path of its only value.
+
+    By default, the kind follows from the name.
+    """
+    by_unit = {"total": MetricKind.COUNTER, "seconds": MetricKind.HISTOGRAM}
+    kind = kind or by_unit.get(name.rpartition("_")[2], MetricKind.GAUGE)
     read = at(read) if isinstance(read, str) else read
-    return Metric(f"kvoffload_{name}", kind, documentation, labels, read)
+    return Metric(f"kvoffload_{name}", kind, documentation, *read)
 
 
 def _tier(
-    name: str, documentation: str, read: str | Read = "", *labels: str, is_histogram: bool = False
+    name: str, documentation: str, read: str | Read = "", kind: MetricKind | None = None
 ) -> Metric:
-    """Return the metric `kvoffload_tier_<name>`; its default is a tier's field of that name."""
+    """Return the metric `kvoffload_tier_<name>`; `read` defaults to the tier field of that name."""
     read = read or name.removesuffix("_total")
     of_one = at(read) if isinstance(read, str) else read
-    return _metric(
-        f"tier_{name}", documentation, of_tiers(of_one), "tier", *labels, is_histogram=is_histogram
-    )
+    return _metric(f"tier_{name}", documentation, of_tiers(of_one), kind)
 
 
 METRICS: Final[tuple[Metric, ...]] = (
     _metric(
         "info",
         "Package version, Python version and block I/O implementation, as labels; always 1.",
-        info,
-        "version",
-        "python",
-        "block_io",
+        Read(("version", "python", "block_io"), info),
     ),
     # The primary.
     _metric(
         "primary_slots",
         "Slots of the primary tier by state.",
-        by_name(**{name: f"primary.slots.{name}" for name in SLOT_STATES}),
-        "state",
+        by_name("state", **{name: f"primary.slots.{name}" for name in SLOT_STATES}),
     ),
     _metric("primary_used_bytes", "Bytes in use in the primary tier.", "primary.used_bytes"),
     _metric("primary_capacity_bytes", "Capacity of the primary tier.", "primary.capacity_bytes"),
     _metric(
         "primary_lookups_total",
         "Block lookups in the primary tier by result; repeated lookups count again.",
-        by_name(hit="primary.hits", pending="primary.pending_hits", miss="primary.misses"),
-        "result",
+        by_name(
+            "result", hit="primary.hits", pending="primary.pending_hits", miss="primary.misses"
+        ),
     ),
     _metric("primary_stored_blocks_total", "Blocks that requests stored.", "primary.stored_blocks"),
     _metric("primary_loaded_blocks_total", "Blocks that requests loaded.", "primary.loaded_blocks"),
@@ -207,20 +226,19 @@ METRICS: Final[tuple[Metric, ...]] = (
     _metric(
         "lookups_total",
         "Block lookups other than misses, by result; repeated lookups count again.",
-        by_name(hit="planner.hits", pending="planner.pending_hits", retry="planner.retries"),
-        "result",
+        by_name(
+            "result", hit="planner.hits", pending="planner.pending_hits", retry="planner.retries"
+        ),
     ),
     _metric(
         "lookup_misses_total",
         "Block lookups that missed, by reason.",
-        by_key("planner.misses"),
-        "reason",
+        by_key("reason", "planner.misses"),
     ),
     _metric(
         "blocks_total",
         "Blocks that requests looked up, by final result; each block counts once per request.",
-        by_name(hit="planner.block_hits", miss="planner.block_misses"),
-        "result",
+        by_name("result", hit="planner.block_hits", miss="planner.block_misses"),
     ),
     _metric(
         "promotions_refused_total",
@@ -236,7 +254,6 @@ METRICS: Final[tuple[Metric, ...]] = (
         "decision_seconds",
         "Time from a request's first lookup until the request proceeds.",
         "planner.decision_seconds",
-        is_histogram=True,
     ),
     # Each tier.
     _tier("open", "1 if the tier is open, 0 if it could not be opened or was closed.", "is_open"),
@@ -244,45 +261,42 @@ METRICS: Final[tuple[Metric, ...]] = (
         "unopened_since_timestamp_seconds",
         "Time of the first failed attempt to open the tier, since 1970; absent if it is open.",
         "unopened.since_s",
+        MetricKind.GAUGE,
     ),
     _tier(
         "lookups_total",
         "Block lookups in the tier by result.",
-        by_name(hit="hits", miss="misses", undecided="undecided"),
-        "result",
+        by_name("result", hit="hits", miss="misses", undecided="undecided"),
     ),
     _tier(
         "skipped_lookups_total",
         "Block lookups that skipped the tier, by reason.",
-        by_key("skipped_lookups"),
-        "reason",
+        by_key("reason", "skipped_lookups"),
     ),
     _tier(
         "needed_blocks",
         "Break-even point: the tier is asked from this many missed blocks on; +Inf: never.",
-        needed_blocks,
+        Read((), needed_blocks),
     ),
     _tier(
         "load_latency_seconds",
         "Measured fixed cost of a load; absent if not measured.",
         "break_even.latency_s",
+        MetricKind.GAUGE,
     ),
     _tier(
         "load_blocks_per_second",
         "Measured load throughput beyond the fixed cost; absent if not measured.",
         "break_even.blocks_per_s",
     ),
-    _tier(
-        "jobs_total", "Finished jobs.", by_direction("finished_loads", "finished_jobs"), "direction"
-    ),
+    _tier("jobs_total", "Finished jobs.", by_direction("finished_loads", "finished_jobs")),
     _tier(
         "failed_jobs_total",
         "Jobs with at least one failed block.",
         by_direction("failed_loads", "failed_jobs"),
-        "direction",
     ),
     _tier(
-        "errors_total", "Failed jobs by class of error.", by_key("failed_jobs_by_error"), "error"
+        "errors_total", "Failed jobs by class of error.", by_key("error", "failed_jobs_by_error")
     ),
     _tier("stored_blocks_total", "Blocks stored in the tier."),
     _tier("stored_bytes_total", "Bytes stored in the tier."),
@@ -296,8 +310,7 @@ METRICS: Final[tuple[Metric, ...]] = (
         "dropped_blocks_total",
         "Blocks that waited for room in the tier and were dropped, by reason: `evicted` from the "
         "primary, `reset` of the primary, `closed` by the shutdown.",
-        by_key("dropped"),
-        "reason",
+        by_key("reason", "dropped"),
     ),
     _tier("declined_blocks_total", "Blocks not stored, as their reuse was unlikely."),
     _tier("failed_store_blocks_total", "Blocks abandoned after failed stores."),
@@ -306,7 +319,6 @@ METRICS: Final[tuple[Metric, ...]] = (
         "jobs_in_flight",
         "Jobs without a result.",
         by_direction("loads_in_flight", "jobs_in_flight"),
-        "direction",
     ),
     _tier("queued_jobs", "Jobs that the tier has not started."),
     _tier("overdue_jobs", "Jobs past their deadline whose copies still run."),
@@ -317,52 +329,43 @@ METRICS: Final[tuple[Metric, ...]] = (
     _tier(
         "breaker_state",
         "1 for the current state of a direction's breaker, 0 for the other states.",
-        breakers,
-        "direction",
-        "state",
+        Read(("direction", "state"), breakers),
     ),
     _tier(
         "breaker_openings_total",
         "Times that a direction's breaker opened.",
-        by_key("breaker_openings"),
-        "direction",
+        by_key("direction", "breaker_openings"),
     ),
     _tier(
         "job_seconds",
         "Time from a job's submission to the end of its I/O.",
-        by_name(load="load_seconds.total", store="store_seconds.total"),
-        "direction",
-        is_histogram=True,
+        by_name("direction", load="load_seconds.total", store="store_seconds.total"),
     ),
     _tier(
         "queue_seconds",
         "Time from a job's submission until the tier started it.",
-        by_name(load="load_seconds.queue", store="store_seconds.queue"),
-        "direction",
-        is_histogram=True,
+        by_name("direction", load="load_seconds.queue", store="store_seconds.queue"),
     ),
     _tier(
         "copy_seconds",
         "Time from a job's start to the end of its I/O.",
-        by_name(load="load_seconds.copy", store="store_seconds.copy"),
-        "direction",
-        is_histogram=True,
+        by_name("direction", load="load_seconds.copy", store="store_seconds.copy"),
     ),
     _metric(
-        "events_dropped_total", "Events dropped because they were not read in time.", events, "tier"
+        "events_dropped_total",
+        "Events dropped because they were not read in time.",
+        Read(("tier",), events),
     ),
     # The threads.
     _metric(
         "loop_lag_seconds",
         "Delay between waking up the event loop and its callback.",
         "runtime.loop_lag_seconds",
-        is_histogram=True,
     ),
     _metric(
         "step_seconds",
         "Time that the owner's thread spends per step on results and on the end of the step.",
         "runtime.step_seconds",
-        is_histogram=True,
     ),
     # Copies to and from the device, which an `OffloadEngine` makes.
     _metric("device_copies", "Copies to or from the device in progress.", "copies"),
@@ -370,15 +373,12 @@ METRICS: Final[tuple[Metric, ...]] = (
     _metric(
         "device_copy_seconds",
         "Duration of copies to or from the device.",
-        by_name(load="load_copy_seconds", store="store_copy_seconds"),
-        "direction",
-        is_histogram=True,
+        by_name("direction", load="load_copy_seconds", store="store_copy_seconds"),
     ),
     _metric(
         "waiting_calls",
         "Calls that wait for a copy permit or for room.",
-        by_name(load="waiting_loads", store="waiting_stores"),
-        "direction",
+        by_name("direction", load="waiting_loads", store="waiting_stores"),
     ),
     _metric(
         "missed_events_total",
@@ -413,8 +413,8 @@ class OffloadCollector(Collector):
     """
 
     def __init__(self, engines: Mapping[str, ReadStatistics]) -> None:
-        """Create a collector of engine name -> its `stats` method."""
-        self._engines = dict(engines)
+        """Create a collector from a mapping of engine names to `stats` methods, which may grow."""
+        self._engines = engines
 
     def describe(self) -> Iterable[_Family]:
         """Return the metrics without samples, so that registration reads no statistics."""
@@ -422,7 +422,10 @@ class OffloadCollector(Collector):
 
     def collect(self) -> Iterator[_Family]:
         """Read all statistics once; yield each metric that has samples."""
-        read = {name: stats for name, stats in self._read() if stats is not None}
+        read: dict[str, OffloadingStatistics] = {}
+        for name, engine in list(self._engines.items()):
+            with suppress(ClosedError):
+                read[name] = engine()
         for metric in METRICS:
             family = _family(metric)
             for name, stats in read.items():
@@ -431,21 +434,15 @@ class OffloadCollector(Collector):
             if family.samples:
                 yield family
 
-    def _read(self) -> Iterator[tuple[str, OffloadingStatistics | None]]:
-        for name, stats in self._engines.items():
-            try:
-                yield name, stats()
-            except ClosedError:
-                yield name, None
-
 
 _hosted: Final[dict[str, ReadStatistics]] = {}
 _hosted_lock: Final = threading.Lock()
-_registered: Final[list[OffloadCollector]] = []
+_hosts: Final = OffloadCollector(_hosted)
+"""The single collector of all published engines: a registry rejects duplicate metrics."""
 
 
 def publish(name: str, read: ReadStatistics) -> Callable[[], None]:
-    """Add an engine to the default registry of a host that exports it itself, such as LMCache.
+    """Add an engine to the default registry, which the host, such as LMCache, exports.
 
     Args:
         name: Value of the label `engine`; numbered if it is taken.
@@ -457,29 +454,20 @@ def publish(name: str, read: ReadStatistics) -> Callable[[], None]:
     with _hosted_lock:
         number = next(n for n in count(1) if _numbered(name, n) not in _hosted)
         name = _numbered(name, number)
+        if not _hosted:
+            REGISTRY.register(_hosts)
         _hosted[name] = read
-        _register_anew()
 
     def remove() -> None:
         with _hosted_lock:
-            if _hosted.pop(name, None) is not None:
-                _register_anew()
+            if _hosted.pop(name, None) is not None and not _hosted:
+                REGISTRY.unregister(_hosts)
 
     return remove
 
 
 def _numbered(name: str, number: int) -> str:
     return name if number == 1 else f"{name}-{number}"
-
-
-def _register_anew() -> None:
-    """Register one collector for all published engines, as a registry takes a metric once."""
-    while _registered:
-        REGISTRY.unregister(_registered.pop())
-    if _hosted:
-        collector = OffloadCollector(_hosted)
-        REGISTRY.register(collector)
-        _registered.append(collector)
 
 
 def _family(metric: Metric) -> _Family:
@@ -504,12 +492,12 @@ _PERIOD_S: Final = 1.0
 
 
 def is_multiprocess() -> bool:
-    """Return whether this process writes its metrics into files."""
+    """Return whether `prometheus_client` is in multi-process mode, writing metrics to files."""
     return bool(os.environ.get("PROMETHEUS_MULTIPROC_DIR"))
 
 
 class MultiprocessMetrics:
-    """The counters and gauges of one engine. Not thread-safe."""
+    """The counters and gauges of one engine in multi-process mode. Not thread-safe."""
 
     def __init__(self, name: str) -> None:
         """Create the metrics, without values.

@@ -11,7 +11,7 @@ from opentelemetry import propagate, trace
 from opentelemetry.context import Context, get_current
 
 from kvoffload_async.errors import StateError
-from kvoffload_async.facade.timelines import Explaining
+from kvoffload_async.facade.driver import PlannerDriver
 from kvoffload_async.timeline import (
     JobEnded,
     JobStarted,
@@ -29,7 +29,7 @@ _PREFIX: Final = "kvoffload."
 
 
 def trace_requests(
-    manager: Explaining,
+    manager: PlannerDriver,
     tracer_provider: trace.TracerProvider | None = None,
     *,
     clock: Callable[[], float] = time.monotonic,

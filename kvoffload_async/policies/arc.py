@@ -22,7 +22,7 @@ _ONCE, _AGAIN = range(2)
 
 
 class ArcPolicy(CachePolicy):
-    """Cases I to IV of the paper, key by key, extended for pinned blocks and free slots.
+    """ARC: cases I to IV of the paper, key by key, extended for pinned blocks and free slots.
 
     There are four differences from the paper. REPLACE runs only if no slot is free (a failed write
     frees one while ghosts remain). LRU means the least recent *evictable* key; if a list has none,
@@ -37,7 +37,7 @@ class ArcPolicy(CachePolicy):
     a ghost for each block in the cache.
 
     Attributes:
-        p: Target size of `t1` in blocks, fractional.
+        p: Target size of T1 in blocks, fractional.
 
     Thread: owner.
     """
@@ -64,25 +64,12 @@ class ArcPolicy(CachePolicy):
         self._ghosts = KeyMap(2 * c)
         self._free_ghosts = FreeNumbers(2 * c)
 
-    @property
-    def t1(self) -> Sequence[OffloadKey]:
-        """Keys seen once, least recent first; a copy, like the next three. For inspection."""
-        return tuple(self._keys.find(self._lists.walk(_ONCE)))
-
-    @property
-    def t2(self) -> Sequence[OffloadKey]:
-        """Keys seen at least twice."""
-        return tuple(self._keys.find(self._lists.walk(_AGAIN)))
-
-    @property
-    def b1(self) -> Sequence[OffloadKey]:
-        """Ghosts of `t1`."""
-        return tuple(self._ghost_keys.find(self._ghost_lists.walk(_ONCE)))
-
-    @property
-    def b2(self) -> Sequence[OffloadKey]:
-        """Ghosts of `t2`."""
-        return tuple(self._ghost_keys.find(self._ghost_lists.walk(_AGAIN)))
+    def lists(self) -> tuple[tuple[OffloadKey, ...], ...]:
+        """Return the keys of T1, T2, B1 and B2, least recent first. For inspection."""
+        which = _ONCE, _AGAIN
+        resident = [tuple(self._keys.find(self._lists.walk(each))) for each in which]
+        ghosts = [tuple(self._ghost_keys.find(self._ghost_lists.walk(each))) for each in which]
+        return (*resident, *ghosts)
 
     def make_room(
         self,
@@ -195,7 +182,7 @@ class ArcPolicy(CachePolicy):
         self._admit_once(once)
 
     def _admit_once(self, slots: Sequence[int]) -> None:
-        """Admit to T1, and trim as if after each key."""
+        """Admit new keys to T1, and trim the lists as if after each key."""
         self._join(_ONCE, slots)
         (t1, t2), (b1, b2) = self._sizes, self._ghost_sizes
         surplus = t1 + b1 - self.capacity_blocks
@@ -242,12 +229,12 @@ class ArcPolicy(CachePolicy):
         (t1, t2), (b1, b2) = self._sizes, self._ghost_sizes
         if t1 + t2 > c or t1 + b1 > c or t1 + t2 + b1 + b2 > 2 * c or not 0 <= self.p <= c:
             yield f"|T1|={t1} |T2|={t2} |B1|={b1} |B2|={b2} p={self.p} c={c}"
-        lists = [self.t1, self.t2, self.b1, self.b2]
+        lists = self.lists()
         if list(map(len, lists)) != [t1, t2, b1, b2]:
             yield f"the lists have {list(map(len, lists))} members, not {[t1, t2, b1, b2]}"
         if len(set(chain(*lists))) != sum(map(len, lists)):
             yield "a key is in two lists"
-        for which, ghosts in enumerate((self.b1, self.b2)):
+        for which, ghosts in enumerate(lists[2:]):
             if self._ghosts.find(ghosts) != list(self._ghost_lists.walk(which)):
                 yield "a ghost is not found by its key"
         yield from self._lists.violations()

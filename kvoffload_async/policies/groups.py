@@ -12,10 +12,10 @@ from kvoffload_async.tables.arrays import integers, long_integers, small_integer
 from kvoffload_async.tables.lists import FreeNumbers
 
 Worth = Callable[[int, int], tuple[float, int]]
-"""Returns the worth of a group from its class and the time of its request; least goes first."""
+"""Returns a group's worth from its class and its request's time; the least is evicted first."""
 
 _FIRST: Final = 1
-"""The list of the members that go first; those of groups follow."""
+"""The list whose members are evicted first; the lists of groups follow."""
 _SKIPPED: Final = -1
 _RETURNED: Final = -2
 _NUMBER_BITS: Final = 32
@@ -23,7 +23,7 @@ _NUMBER_MASK: Final = (1 << _NUMBER_BITS) - 1
 
 
 class GroupRanking:
-    """The occupied numbers below `capacity`, in groups; within a group the tail goes first.
+    """Ranks the occupied numbers below `capacity` in groups; a group's tail is evicted first.
 
     Of each class, the oldest and the newest group are compared; so a choice looks at a constant
     number of groups. Members that must stay are skipped until they are released, and keep their
@@ -51,9 +51,9 @@ class GroupRanking:
         self._list_of = integers(count)
         """Number -> its list; 0: none; `_SKIPPED`, or `_RETURNED`: in the heap of its list."""
         self._group_of = integers(count)
-        """Number -> its group, one more than the group's number; 0 in the list that goes first."""
+        """Number -> list of its group; 0 in the list that is evicted first."""
         self._stamps = long_integers(count)
-        """Number -> its rank in its list; the greatest goes first."""
+        """Number -> its rank in its list; the greatest is evicted first."""
         self._last_stamp = 0
         num_lists = count + _FIRST + 1
         self._free = FreeNumbers(count)
@@ -68,7 +68,7 @@ class GroupRanking:
         self._oldest = [0] * NUM_CLASSES
         self._newest = [0] * NUM_CLASSES
         self._returned: dict[int, list[int]] = {}
-        """List -> heap of released members, which rank before its tail: the last one foremost.
+        """List -> heap of released members that rank before the list's tail, last rank first.
 
         An entry of a member that was removed is stale, and stays until it is foremost."""
         self.num_skipped = 0
@@ -76,7 +76,7 @@ class GroupRanking:
     # -- members --------------------------------------------------------------------------------
 
     def form(self, kind: int, time: int, numbers: Sequence[int]) -> None:
-        """Form a group of numbers, at least one, that are no members; head to tail."""
+        """Form a group of one or more numbers that are no members yet, head to tail."""
         group = self._free.take(1)[0] + _FIRST + 1
         self._kinds[group] = kind
         self._times[group] = time
@@ -86,7 +86,7 @@ class GroupRanking:
         self._append(numbers, group)
 
     def put_first(self, numbers: Sequence[int]) -> None:
-        """Move members out of their groups; they go first, the last one foremost."""
+        """Move members from their groups to the list that is evicted first, last member first."""
         self.remove(numbers)
         self._append(numbers, _FIRST)
 
@@ -142,7 +142,7 @@ class GroupRanking:
         worth: Worth,
         offered: Sequence[tuple[tuple[float, int], int]] = (),
     ) -> tuple[list[int], list[int]]:
-        """Choose the `count` least worthy of the members and of blocks that are offered.
+        """Choose the `count` least worthy among the members and the offered blocks.
 
         Nothing changes, except that members that may not leave are skipped.
 
@@ -214,7 +214,7 @@ class GroupRanking:
         offered: Sequence[tuple[tuple[float, int], int]],
         declined: list[int],
     ) -> list[int]:
-        """Unlink and return the chosen members; count those of offered groups in `declined`."""
+        """Unlink and return the chosen members; count chosen offered blocks in `declined`."""
         chosen: list[int] = []
         offers = sorted(((each, i) for i, (each, _) in enumerate(offered)), reverse=True)
         worths = [self._least_of(kind, worth) for kind in range(NUM_CLASSES)]
@@ -236,7 +236,7 @@ class GroupRanking:
         return chosen
 
     def _least_of(self, kind: int, worth: Worth) -> tuple[tuple[float, int], int, int]:
-        """Return the worth of the less worthy end of a class, the class and the group."""
+        """Return the worth, class and group of the less worthy of a class's end groups."""
         oldest, newest = self._oldest[kind], self._newest[kind]
         if not oldest:
             return _NO_GROUP
@@ -330,7 +330,7 @@ class GroupRanking:
         return foremost > (self._stamps[tail - 1] if tail else 0)
 
     def _entry(self, entry: int) -> tuple[int, int]:
-        """Return stamp and number of an entry of a heap; the stamp is 0 if the entry is stale."""
+        """Return the stamp and the number in a heap's entry; the stamp is 0 if it is stale."""
         number = entry & _NUMBER_MASK
         stamp = (number - entry) >> _NUMBER_BITS
         is_valid = self._list_of[number] == _RETURNED and self._stamps[number] == stamp

@@ -26,8 +26,8 @@ _KV_GROUP: Final = slice(-4, None)
 
 _ORPHANS_A_CALL: Final = 128
 _ORPHANS_PER_BLOCK: Final = 2
-"""Blocks moved at a time to those that go first, at a few microseconds each; more for each block
-that leaves, so that enough of them are there."""
+"""Orphaned blocks that a call moves to the next victims, in addition to `_ORPHANS_A_CALL`, for each
+block that leaves, so that there are always enough; a move takes a few microseconds."""
 
 _LRU_RANK: Final = (0, 7, 8, 9, 10, 11, 1, 2, 3, 4, 5, 6)
 """Order of the classes of one request under LRU: its new tail before its known head."""
@@ -35,13 +35,13 @@ _LRU_RANK: Final = (0, 7, 8, 9, 10, 11, 1, 2, 3, 4, 5, 6)
 
 @dataclass(slots=True)
 class _Gaps:
-    """A request's first declined block of each KV-cache group; those behind it cannot be hit."""
+    """A request's first declined block of each KV-cache group; later blocks cannot be hit."""
 
     first: dict[bytes, OffloadKey] = field(default_factory=dict)
 
 
 class HdPolicy(CachePolicy):
-    """Hit density of classes, learnt online; two sampled shadows decide between it and LRU.
+    """Evicts by learnt hit density of classes; two sampled shadow caches choose between it and LRU.
 
     The victim is the tail of the group with the lowest expected hits per request for which it would
     occupy a slot; see `ReuseTables`. Blocks offered for a store compete likewise, and are declined
@@ -213,7 +213,7 @@ class HdPolicy(CachePolicy):
     def _least_of(
         self, offered: Sequence[OffloadKey], count: int, is_evictable: Callable[[int], bool]
     ) -> set[OffloadKey]:
-        """Return the offered ones of the `count` least worthy of offered and resident blocks."""
+        """Return the offered blocks among the `count` least worthy offered or resident blocks."""
         by_class: dict[int, list[OffloadKey]] = {}
         for key in offered:
             by_class.setdefault(self._offered[key], []).append(key)
@@ -235,7 +235,7 @@ class HdPolicy(CachePolicy):
                 self.ranking.form(kind, time, group)
 
     def _leave(self, slots: Sequence[int]) -> None:
-        """Turn the blocks in slots, which are not ranked any more, into ghosts."""
+        """Turn the blocks in `slots`, which are no longer ranked, into ghosts."""
         numbers = self._numbers
         self.model.release([numbers[slot] - 1 for slot in slots if numbers[slot]])
         for slot in slots:
@@ -244,7 +244,7 @@ class HdPolicy(CachePolicy):
         self._put_orphans_first(len(slots))
 
     def _put_orphans_first(self, num_gone: int) -> None:
-        """Let blocks go first whose prompts have lost a block before them, heads before tails."""
+        """Move blocks behind an evicted one in their prompt, heads first, to the next victims."""
         chains = self._chains
         useless: list[int] = []
         for _ in range(_ORPHANS_A_CALL + _ORPHANS_PER_BLOCK * num_gone):
@@ -256,7 +256,7 @@ class HdPolicy(CachePolicy):
         self.ranking.put_first(useless)
 
     def _link(self, keys: Sequence[OffloadKey], slots: Sequence[int | None]) -> None:
-        """Chain a request's blocks; those behind an absent one cannot be hit and go first."""
+        """Chain a request's blocks; the next victims are those behind an absent one."""
         chains = self._chains
         previous: dict[bytes, int | None] = {}
         unreachable: list[int] = []
@@ -284,7 +284,7 @@ def _never(_: int) -> bool:
 
 
 def _behind(first: dict[bytes, OffloadKey], offers: Sequence[OffloadKey]) -> Collection[OffloadKey]:
-    """Return the keys of each KV-cache group from the first declined one on."""
+    """Return the offered keys from the first declined key of their KV-cache group on."""
     found: set[OffloadKey] = set()
     declined_groups = {group for group, key in first.items() if key not in offers}
     for key in offers:
@@ -299,13 +299,13 @@ def _behind(first: dict[bytes, OffloadKey], offers: Sequence[OffloadKey]) -> Col
 LARGEST_SAMPLED_PART: Final = 8
 """One block in eight is sampled: the shadows cost an eighth, and still see hits every second."""
 _LEAST_SHADOW_BLOCKS: Final = 256
-"""Of a small cache a larger part is sampled: small shadows differ by chance."""
+"""Minimum blocks of a shadow: a small cache is sampled more, as small shadows differ by chance."""
 _HALF_LIFE_BLOCKS: Final = 60_000
-"""References, of all blocks, after which a hit counts half: minutes of a busy host."""
+"""Number of block references after which a hit counts half: minutes on a busy host."""
 _MARGIN: Final = 0.002
-"""Lead, in hit ratio, with which an order takes over; less is noise on the traces measured."""
+"""Minimum lead, in hit ratio, of the density order to take over; less is noise on our traces."""
 _LEAST_LEAD: Final = 8
-"""Lead, in hits, with which the order by density takes over at least: less is chance."""
+"""Minimum lead, in hits, of the density order to take over; less is chance."""
 
 
 class Duel:
@@ -326,7 +326,7 @@ class Duel:
     """
 
     def __init__(self, capacity_blocks: int) -> None:
-        """Start with empty shadows of a cache of so many blocks."""
+        """Start with empty shadows of a cache of `capacity_blocks` blocks."""
         part = capacity_blocks // _LEAST_SHADOW_BLOCKS
         self.sampled_part = max(1, min(LARGEST_SAMPLED_PART, part))
         shadow_blocks = capacity_blocks // self.sampled_part
@@ -345,7 +345,7 @@ class Duel:
         *,
         may_decline: Callable[[int], bool],
     ) -> None:
-        """Record the uses of a request, head to tail, with the class of each block.
+        """Record the blocks that a request has used, head to tail, with the class of each.
 
         Args:
             keys: The keys, without duplicates.
@@ -377,20 +377,20 @@ class Duel:
 
 
 class _Shadow:
-    """Keys of a cache without payload."""
+    """A simulated cache: keys without payload."""
 
     def __init__(self, capacity: int) -> None:
         self.table = KeyTable(capacity)
         self.free = FreeNumbers(capacity)
 
     def add(self, keys: Sequence[OffloadKey]) -> list[int]:
-        """Number absent keys, for which there is room."""
+        """Assign free numbers to absent keys; there must be enough."""
         numbers = self.free.take(len(keys))
         self.table.add(keys, numbers)
         return numbers
 
     def evict(self, numbers: Sequence[int]) -> None:
-        """Forget keys."""
+        """Forget the keys with these numbers."""
         self.table.remove(numbers)
         self.free.give_back(numbers)
 
@@ -402,7 +402,7 @@ class _LruShadow(_Shadow):
         self._oldest_first = NumberLists(capacity)
 
     def use(self, keys: Sequence[OffloadKey]) -> int:
-        """Record a request's uses, head to tail; return the length of the head that was found."""
+        """Record the keys used by a request, head to tail; return the cached prefix's length."""
         found = self.table.find(keys)
         hits = [number for number in found if number is not None]
         self._oldest_first.remove(hits)
@@ -430,7 +430,7 @@ class _DensityShadow(_Shadow):
         *,
         may_decline: Callable[[int], bool],
     ) -> int:
-        """Record a request's uses, head to tail; return the length of the head that was found."""
+        """Record the keys used by a request, head to tail; return the cached prefix's length."""
         hits: list[list[int]] = [[] for _ in range(NUM_CLASSES)]
         new: list[list[OffloadKey]] = [[] for _ in range(NUM_CLASSES)]
         found = self.table.find([key for key, _ in sample])

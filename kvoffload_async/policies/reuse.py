@@ -1,4 +1,4 @@
-"""What is known of the reuse of blocks: classes of blocks, and how likely each is to be used again.
+"""Model of the reuse of blocks: classes of blocks, and the probability that each is reused.
 
 Blocks fall into a few classes, by the uses known of them and by the prompt that brought them. For
 each class, tables by age say how many blocks reached that age since their last use, and how many
@@ -31,7 +31,7 @@ _NEW: Final = 9
 _LONG_PROMPT: Final = (16, 64)
 """Prompt lengths in blocks that separate the three classes."""
 _CLASS_BY_USES: Final = (0, 0, 1, 2, 3, 3, 4, 4, 4, 4, 4, 5)
-"""Class of a known block by its uses, this one included; the last is that of more uses."""
+"""Class of a known block by its number of uses, the current one included; the last: any more."""
 _MAX_USES: Final = len(_CLASS_BY_USES) - 1
 
 _NUM_BINS: Final = 26
@@ -39,19 +39,19 @@ _EDGES: Final = (0.0, *(sqrt(2) ** i for i in range(_NUM_BINS - 1)))
 """Least age of each bin, in requests."""
 _WIDTHS: Final = np.diff([*_EDGES, sqrt(2) ** (_NUM_BINS - 1)])
 _ENTRY_AGES: Final = tuple(ceil(edge - 1e-9) for edge in _EDGES[1:])
-"""The whole age at which a block enters each bin after the first."""
+"""Age, in whole requests, at which a block enters each bin after the first."""
 _MAX_AGE: Final = 1 << 13
-"""Larger than every age at which a bin is entered, and a power of two."""
+"""A power of two above every age at which a block enters a bin."""
 
 # The constants below are those with which the policy was tuned on a trace of a chat service and
 # held out on others; halving or doubling one of them changes the hits by less than 0.003.
 _UPDATE_REQUESTS: Final = 64
 _KEPT_PER_UPDATE: Final = 0.99
-"""Part of the counts that an update keeps: half of them are forgotten in 4,400 requests."""
+"""Factor by which an update decays the counts: half of a count is forgotten in 4,400 requests."""
 _PRIOR_ARRIVALS: Final = 60.0
-"""Weight of the mean of the class in the estimate for a bin."""
+"""Weight, in arrivals, of the class's mean in the estimate for a bin."""
 _PRIOR_HITS: Final = 1.8
-"""Hits per `_PRIOR_ARRIVALS` arrivals that a class without any history is given."""
+"""Hits per `_PRIOR_ARRIVALS` arrivals that are assumed for a class without history."""
 
 _BIN_BY_AGE: Final = bytes(bisect_right(_EDGES, age + 1e-9) - 1 for age in range(_MAX_AGE))
 
@@ -65,7 +65,7 @@ def bin_of(age: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What the class of a request's new blocks depends on.
+    """Properties of a prompt that determine the class of a request's new blocks.
 
     Attributes:
         last: Key of its last block.
@@ -95,21 +95,21 @@ class ReuseTables:
         self._estimate()
 
     def arrive(self, kind: int, which_bin: int, weight: float) -> None:
-        """Count blocks of a class that reach a bin."""
+        """Count blocks of a class that reach an age bin."""
         self._arrivals[kind][which_bin] += weight
 
     def hit(self, kind: int, which_bin: int, weight: float) -> None:
-        """Count blocks of a class that are used in a bin."""
+        """Count blocks of a class that are reused in an age bin."""
         self._hits[kind][which_bin] += weight
 
     def update(self) -> None:
-        """Estimate again, and let the counts fade."""
+        """Recompute the estimates, and decay the counts."""
         self._estimate()
         for rows in self._arrivals, self._hits:
             rows[:] = [[count * _KEPT_PER_UPDATE for count in row] for row in rows]
 
     def reuse_within(self, kind: int, num_requests: float) -> float:
-        """Return the probability that a block just used is used again within so many requests."""
+        """Return the probability of reuse of a block just used, within `num_requests` requests."""
         unused = 1.0
         for hazard, edge, width in zip(self._hazard[kind], _EDGES, _WIDTHS, strict=True):
             part = min(1.0, (num_requests - edge) / width)
@@ -117,10 +117,6 @@ class ReuseTables:
                 break
             unused *= (1.0 - hazard) ** part
         return float(1.0 - unused)
-
-    def counts(self) -> tuple[list[list[float]], list[list[float]]]:
-        """Return the arrivals and the hits, by class and bin. For inspection."""
-        return self._arrivals, self._hits
 
     def _estimate(self) -> None:
         arrivals, hits = _smoothed(self._arrivals), _smoothed(self._hits)
@@ -169,7 +165,7 @@ class ReuseModel:
     """
 
     def __init__(self, num_cached: int, num_others: int) -> None:
-        """Start without knowledge; at most `num_cached` blocks are held at once."""
+        """Start without known blocks; at most `num_cached` blocks are held at once."""
         self._num_others = num_others
         self._num_known = num_cached + num_others
         self.clear()
@@ -195,12 +191,12 @@ class ReuseModel:
         self._size = integers(num_groups)
         self._alive = integers(num_groups)
         self._formed: list[Sequence[int]] = [()] * _MAX_AGE
-        """Groups by the time of their forming, modulo the length."""
+        """Groups by the time at which they were formed, modulo the list's length."""
 
     # -- classes --------------------------------------------------------------------------------
 
     def prompt(self, positions: dict[OffloadKey, int], keys: Sequence[OffloadKey]) -> Prompt:
-        """Describe a request's prompt.
+        """Return the properties of a request's prompt.
 
         Args:
             positions: `ReqContext.key_positions`. If it is empty, `keys` count as the whole prompt.
@@ -231,7 +227,7 @@ class ReuseModel:
         return range(kind + 1, longest + 1)
 
     def reuse_within(self, kind: int, num_requests: float) -> float:
-        """Return the probability that a block just used is used again within so many requests."""
+        """Return the probability of reuse of a block just used, within `num_requests` requests."""
         return self.tables.reuse_within(kind, num_requests)
 
     # -- requests -------------------------------------------------------------------------------
@@ -239,7 +235,7 @@ class ReuseModel:
     def record(
         self, keys: Sequence[OffloadKey], prompt: Prompt, is_cached: Sequence[bool]
     ) -> tuple[list[int], list[int]]:
-        """Record a request's uses, head to tail, and advance the clock.
+        """Record the blocks that a request has used, head to tail, and advance the clock.
 
         Args:
             keys: The keys, without duplicates; those behind the first `num_others` are ignored.
@@ -278,21 +274,12 @@ class ReuseModel:
         return classes, numbers
 
     def release(self, numbers: Sequence[int]) -> None:
-        """Note that blocks are no longer held: their cache has evicted them."""
+        """Record that blocks are no longer held, because the cache has evicted them."""
         for number in numbers:
             self._is_cached[number] = 0
         self._others.append(numbers)
 
-    # -- inspection -----------------------------------------------------------------------------
-
-    def known(self) -> dict[OffloadKey, tuple[int, int, int, bool]]:
-        """Return key -> (uses, class, time of the last use, whether held). For inspection."""
-        found = {}
-        for key, number in self._known.items():
-            group = self._group_of[number]
-            seen = self._class_of_group[group], self._formed_at[group]
-            found[key] = (self._uses[number], *seen, bool(self._is_cached[number]))
-        return found
+    # -- inspection -------------------------------------------------------------------------------
 
     def violations(self) -> Iterator[str]:
         """Yield descriptions of the violated invariants."""
@@ -362,7 +349,7 @@ class ReuseModel:
             self._free_groups.give_back([group])
 
     def _take_numbers(self, keys: Sequence[OffloadKey]) -> list[int]:
-        """Number new blocks; forget the least recent others if there are too many."""
+        """Assign numbers to new blocks; to free some, forget the least recent blocks not held."""
         surplus = len(keys) - self._free.count
         if surplus > 0:
             oldest = self._others.take_front(surplus)

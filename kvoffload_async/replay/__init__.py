@@ -4,8 +4,9 @@
 `TraceFile` or the built-in `ChatWorkload`.
 """
 
+from kvoffload_async.replay.drivers import ReplayOptions
 from kvoffload_async.replay.report import Report
-from kvoffload_async.replay.run import PassReports, ReplayOptions, replay, replay_passes
+from kvoffload_async.replay.run import PassReports, replay, replay_passes
 from kvoffload_async.replay.source import ChatWorkload, RequestSource, TraceFile
 
 __all__ = [

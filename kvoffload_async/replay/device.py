@@ -6,11 +6,17 @@ import enum
 from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
+from typing import Final
 
 import numpy as np
 
 from kvoffload_async.errors import InputError
 from kvoffload_async.types import OffloadKey, make_offload_key
+
+DEVICE: Final = "device"
+"""Name of the device among the tiers."""
+PRIMARY: Final = "primary"
+"""Name of the primary among the tiers."""
 
 _HASH_BYTES = 16
 
@@ -19,11 +25,11 @@ class Stage(enum.Enum):
     """Stage of a request."""
 
     WAITING = enum.auto()
-    """Without frames, or preempted."""
+    """The request has no frames: it is new, or was preempted."""
     LOADING = enum.auto()
-    """Loading blocks into its frames."""
+    """Its blocks are being loaded into its frames."""
     RUNNING = enum.auto()
-    """Being computed, step by step."""
+    """Its blocks are being computed, step by step."""
     ENDED = enum.auto()
 
 
@@ -37,27 +43,25 @@ class Prompt:
         request_id: Name of the request.
         block_hashes: Hashes of its blocks' keys, in prompt order.
         names: Ids of its blocks, parallel to the hashes; `ids` is the same as a list.
-        refs: Number of block references, repeated ones included.
-        weights: References to each block; None if no block is repeated.
+        references: References to each block, of which a prompt may have several.
         origins: The tier that was read for each block.
         stage: Its stage.
         frames: Its frames in the device's memory.
         ready: Leading blocks present in its frames.
         found_on_device: Blocks found on the device at its first start.
         found_beyond: Further blocks loaded at its first start.
-        num_computed_tokens: See `SchedulerRequest`.
+        num_tokens: See `SchedulerRequest`, as for `num_prompt_tokens` and `num_computed_tokens`.
     """
 
     kv_transfer_params = None
 
     def __init__(self, number: int, block_ids: Sequence[int], tokens_per_block: int = 1) -> None:
         self.request_id = f"request-{number}"
-        self.ids = list(dict.fromkeys(block_ids))
-        self.refs = len(block_ids)
-        self.weights = Counter(block_ids) if len(self.ids) < len(block_ids) else None
+        self.references = Counter(block_ids)
+        self.ids = list(self.references)
         self.names = np.array(self.ids, dtype=np.uint64)
         self.block_hashes = [i.to_bytes(_HASH_BYTES, "big") for i in self.ids]
-        self.num_tokens = len(self.ids) * tokens_per_block + 1
+        self.num_tokens = self.num_prompt_tokens = len(self.ids) * tokens_per_block + 1
         self.num_computed_tokens = 0
         self.origins: dict[OffloadKey, str] = {}
         self.stage = Stage.WAITING
@@ -67,32 +71,24 @@ class Prompt:
         self.found_on_device = 0
         self.found_beyond = 0
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        """See `SchedulerRequest`."""
-        return self.num_tokens
-
     def is_finished(self) -> bool:
-        """See `SchedulerRequest`."""
+        """Return whether the request has ended; see `SchedulerRequest`."""
         return self.stage is Stage.ENDED
 
     def start(self, on_device: int, beyond: int) -> None:
-        """Record the blocks found at the first start; restarts after a preemption are ignored."""
+        """Record the blocks found at the first start; restarts after a preemption do not count."""
         if not self.has_started:
             self.has_started = True
             self.found_on_device, self.found_beyond = on_device, beyond
 
-    def count_hits(self, hits: Counter[str], device: str, primary: str) -> None:
-        """Add the block references found, by the tier they came from."""
-        if self.found_on_device:
-            hits[device] += sum(map(self._weight, range(self.found_on_device)))
-        end = self.found_on_device + self.found_beyond
-        for index in range(self.found_on_device, end):
-            key = make_offload_key(self.block_hashes[index])
-            hits[self.origins.get(key, primary)] += self._weight(index)
-
-    def _weight(self, index: int) -> int:
-        return 1 if self.weights is None else self.weights[self.ids[index]]
+    def count_hits(self, hits: Counter[str]) -> None:
+        """Add the references to blocks found at the first start to `hits`, by their source."""
+        for index, block_id in enumerate(self.ids[: self.found_on_device + self.found_beyond]):
+            source = DEVICE
+            if index >= self.found_on_device:
+                key = make_offload_key(self.block_hashes[index])
+                source = self.origins.get(key, PRIMARY)
+            hits[source] += self.references[block_id]
 
 
 class FramePool:
@@ -122,7 +118,7 @@ class FramePool:
         return frames
 
     def claim(self, matched: Sequence[int], count: int) -> list[int] | None:
-        """Acquire matched frames and `count` others; None if there is no room.
+        """Acquire the matched frames and `count` other frames; None if too few are free.
 
         Returns:
             The other frames; their former contents are no longer cached.
@@ -160,7 +156,7 @@ class FramePool:
 
 
 def require_room(prompt: Prompt, pool: FramePool) -> None:
-    """Raise InputError if a request is larger than the device."""
+    """Raise InputError if a request has more blocks than the device has frames."""
     if len(prompt.ids) > pool.num_frames:
         raise InputError(
             f"{prompt.request_id} has {len(prompt.ids)} blocks, and the device room for "

@@ -18,8 +18,9 @@ import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure as Canvas
 
-from kvoffload_async.replay.report import DEVICE, PRIMARY, Report, Sample
-from kvoffload_async.replay.simulation import Row, Simulation
+from kvoffload_async.replay.device import DEVICE, PRIMARY
+from kvoffload_async.replay.report import Report, Sample
+from kvoffload_async.replay.simulation import Simulation
 from kvoffload_async.statistics import BUCKET_BOUNDS_S
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 _UNITS: Final = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 _NUMBER: Final = "{x:,.9g}"
 _RECENT: Final = 20
-"""Window of the moving hit ratio: this fraction (1/20) of a pass's samples."""
+"""Divisor of a pass's number of samples: 1/20 of them is the window of the moving hit ratio."""
 _SLOTS: Final = {"pinned": "C3", "writing": "C1", "held": "0.4", "idle": "C2"}
 _SVG_REFERENCE: Final = re.compile(r'(\bid="|url\(#|href="#)')
 
@@ -44,24 +45,22 @@ class _Course:
     is_first: bool
 
     def label(self, text: str) -> str | None:
-        """Return a line's label for the first pass only."""
+        """Return the legend label of a plotted line; None after the first pass."""
         return text if self.is_first else None
 
 
 def check_suffix(path: Path) -> str | None:
-    """Return the supported suffixes if this one is not supported."""
+    """Return None if a file's suffix is supported, else the supported suffixes."""
     known = sorted(FigureCanvasAgg(Canvas()).get_supported_filetypes())
     return None if path.suffix.lstrip(".").lower() in known else ", ".join(known)
 
 
 def draw(passes: Sequence[Report], path: Path, title: str, note: str) -> None:
-    """Write one file with all panels; raises OSError if it cannot be written."""
+    """Write a plot with all panels to one file; raises OSError if it cannot be written."""
     canvas = Canvas(figsize=(12, 13), layout="constrained")
-    first, *others = PANELS
-    grid = canvas.add_gridspec(3, 2)
-    cells = [grid[0, :], *(grid[1 + number // 2, number % 2] for number in range(len(others)))]
-    for cell, panel in zip(cells, (first, *others), strict=True):
-        _fill(canvas.add_subplot(cell), panel, passes)
+    cells = canvas.subplot_mosaic([[0, 0], [1, 2], [3, 4]])
+    for number, panel in enumerate(PANELS):
+        _fill(cells[number], panel, passes)
     canvas.suptitle(_plain(title), fontsize="x-large")
     canvas.supxlabel(_plain(note), fontsize="small", color="0.35")
     canvas.savefig(path, dpi=100)
@@ -72,12 +71,9 @@ def draw_simulation(found: Simulation, path: Path) -> None:
     canvas = Canvas(figsize=(9, 5.5), layout="constrained")
     axes = canvas.subplots()
     axes.plot(*zip(*found.curve, strict=True), color="C0", label="lru, every capacity")
-    by_policy: dict[str, list[Row]] = {}
-    for row in found.rows:
-        by_policy.setdefault(row.policy, []).append(row)
-    for policy, rows in by_policy.items():
-        capacities = [row.capacity for row in rows]
-        axes.plot(capacities, [row.prefix_hit_ratio for row in rows], "o--", label=_plain(policy))
+    for policy in dict.fromkeys(row.policy for row in found.rows):
+        points = [(r.capacity, r.prefix_hit_ratio) for r in found.rows if r.policy == policy]
+        axes.plot(*zip(*points, strict=True), "o--", label=_plain(policy))
     optima = sorted({row.capacity: row.optimum for row in found.rows}.items())
     if optima:
         axes.plot(*zip(*optima, strict=True), "k^:", label="optimum")
@@ -148,27 +144,22 @@ def _bytes(axes: Axes, courses: Sequence[_Course]) -> None:
 
 def _latency(axes: Axes, courses: Sequence[_Course]) -> None:
     names = courses[0].names
-    spread = {
-        name: [
-            sum(counts)
-            for counts in zip(
-                *(
-                    course.samples[-1].stats.tiers[number].load_seconds.total.counts
-                    for course in courses
-                ),
-                strict=True,
-            )
-        ]
-        for number, name in enumerate(names)
-    }
-    used = [bucket for counts in spread.values() for bucket, n in enumerate(counts) if n]
+    loads = np.sum(
+        [
+            [tier.load_seconds.total.counts for tier in course.samples[-1].stats.tiers]
+            for course in courses
+        ],
+        axis=0,
+    )
+    used = loads.nonzero()[-1].tolist()
     first, last = min(used, default=0), max(used, default=0)
     width = 0.8 / max(1, len(names))
-    for number, (name, counts) in enumerate(spread.items()):
+    for number, (name, counts) in enumerate(zip(names, loads.tolist(), strict=True)):
         total = sum(counts)
         label = f"{_plain(name)}: {total:,} loads"
         if total:
-            label += f", half {_bound(counts, 0.5)}, 99 % {_bound(counts, 0.99)}"
+            half, most = np.searchsorted(np.cumsum(counts), [0.5 * total, 0.99 * total]).tolist()
+            label += f", half {_bound_text(half)}, 99 % {_bound_text(most)}"
         axes.bar(
             [bucket - 0.4 + width * (number + 0.5) for bucket in range(first, last + 1)],
             [100 * n / max(1, total) for n in counts[first : last + 1]],
@@ -254,7 +245,7 @@ PANELS: Final[tuple[tuple[str, str, _Draw], ...]] = (
         _evictions,
     ),
 )
-"""Title, explanation, and drawing function."""
+"""Title, explanation and drawing function of each panel."""
 
 
 # -- shared by the panels ---------------------------------------------------------------------
@@ -298,7 +289,7 @@ def _fill(axes: Axes, panel: tuple[str, str, _Draw], passes: Sequence[Report]) -
 def _tier_lines(
     axes: Axes, courses: Sequence[_Course], styles: Mapping[str, str], unit: int = 1
 ) -> None:
-    """Draw counters of each tier, in a unit; `styles` has a line style for each counter."""
+    """Draw counters of each tier, divided by `unit`; `styles` has each counter's line style."""
     for course in courses:
         for number, name in enumerate(course.names):
             tiers = [sample.stats.tiers[number] for sample in course.samples]
@@ -337,16 +328,6 @@ def _colour(source: str, names: Sequence[str]) -> str:
     if source == DEVICE:
         return "0.6"
     return "C0" if source == PRIMARY else f"C{1 + names.index(source)}"
-
-
-def _bound(counts: Sequence[int], share: float) -> str:
-    """Return the upper bound of the bucket with this quantile."""
-    seen, total = 0, sum(counts)
-    for bucket, count in enumerate(counts):
-        seen += count
-        if seen >= share * total:
-            return _bound_text(bucket)
-    raise ValueError(share)
 
 
 def _bound_text(bucket: int) -> str:

@@ -11,15 +11,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvoffload_async.facade.driver import PlannerDriver
-from kvoffload_async.facade.spec import TieringOffloadingSpec
-from kvoffload_async.replay.device import Prompt
+from kvoffload_async.replay.device import DEVICE, PRIMARY, Prompt
 from kvoffload_async.statistics import OffloadingStatistics
-
-DEVICE: Final = "device"
-"""Name of the device among the tiers."""
-PRIMARY: Final = "primary"
-"""Name of the primary among the tiers."""
 
 
 @dataclass(slots=True)
@@ -27,10 +20,12 @@ class Tally:
     """Counts of a replay, over ended requests.
 
     Attributes:
+        tier_names: Names of the secondary tiers, in lookup order.
         hits: Block references found, by the tier they came from.
         owner_ns: Nanoseconds on the owner's thread, one entry per step.
     """
 
+    tier_names: Sequence[str] = ()
     requests: int = 0
     block_refs: int = 0
     hits: Counter[str] = field(default_factory=Counter)
@@ -46,14 +41,20 @@ class Tally:
     def of_tiers(cls, names: Sequence[str], *, device_keeps: bool) -> Tally:
         """Return an empty tally with an entry for each source of hits."""
         sources = (*((DEVICE,) if device_keeps else ()), PRIMARY, *names)
-        return cls(hits=Counter(dict.fromkeys(sources, 0)))
+        return cls(names, hits=Counter(dict.fromkeys(sources, 0)))
 
     def end(self, prompt: Prompt) -> None:
         """Count an ended request."""
         self.requests += 1
-        self.block_refs += prompt.refs
-        if prompt.found_on_device or prompt.found_beyond:
-            prompt.count_hits(self.hits, DEVICE, PRIMARY)
+        self.block_refs += prompt.references.total()
+        prompt.count_hits(self.hits)
+
+    @property
+    def owner_us_per_step(self) -> dict[str, float]:
+        """Microseconds on the owner's thread per step: p50, p99, max."""
+        steps_us = np.array(self.owner_ns or [0], dtype=np.int64) / 1000
+        p50, p99 = np.percentile(steps_us, (50, 99))
+        return {"p50": float(p50), "p99": float(p99), "max": float(steps_us.max())}
 
 
 MAX_SAMPLES: Final = 512
@@ -61,7 +62,7 @@ MAX_SAMPLES: Final = 512
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """State at one moment of a pass.
+    """Statistics of a replay at one moment of a pass.
 
     Attributes:
         at_s: Seconds since the pass began.
@@ -76,7 +77,7 @@ class Sample:
 
 
 class Timeline:
-    """Takes a sample every few steps; when there are too many, drops every other one.
+    """Samples the statistics every few steps; drops every other sample when there are too many.
 
     The samples are evenly spaced over the steps, however many there are.
 
@@ -91,7 +92,7 @@ class Timeline:
         most: int = MAX_SAMPLES,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Take the first sample.
+        """Begin a timeline with a first sample.
 
         Args:
             read: Returns the manager's statistics.
@@ -119,7 +120,7 @@ class Timeline:
         self._steps += 1
 
     def finish(self) -> tuple[Sample, ...]:
-        """Return the samples, followed by one of the current state."""
+        """Return the samples, followed by a sample of the current statistics."""
         return (*self._samples, self._sample())
 
     def _sample(self) -> Sample:
@@ -131,17 +132,9 @@ class Timeline:
         )
 
 
-_TIER_FIGURES: Final = (
-    *("stored_blocks", "loaded_blocks", "stored_bytes", "loaded_bytes"),
-    *("failed_jobs", "failed_loads", "failed_blocks"),
-    *("dropped_blocks", "declined_blocks", "late_blocks", "failed_store_blocks"),
-)
-"""Figures that depend on the requests only, not on the number of lookups."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Results of a replay.
+    """Results of one replay pass.
 
     Attributes:
         interrupted: Whether it ended before the requests did.
@@ -222,73 +215,3 @@ class Report:
             )
             if is_so
         ]
-
-
-def build_report(
-    spec: TieringOffloadingSpec,
-    manager: PlannerDriver,
-    tier_names: Sequence[str],
-    tally: Tally,
-    *,
-    wall_s: float,
-    concurrency: int,
-    interrupted: bool,
-    engine: str,
-    device_blocks: int,
-    layers: int,
-    samples: tuple[Sample, ...] = (),
-) -> Report:
-    """Collect the results of an idle engine."""
-    core = manager.planner
-    slots = core.primary.counts
-    counters = core.counters
-    promoted = sum(tier.counters.loaded_blocks for tier in core.tiers)
-    copied_bytes = spec.config.block_bytes * spec.config.num_workers
-    resident = slots["idle"] + slots["pinned"]
-    return Report(
-        interrupted=interrupted,
-        requests=tally.requests,
-        block_refs=tally.block_refs,
-        hits=dict(tally.hits),
-        hit_ratio=tally.hits.total() / max(1, tally.block_refs),
-        block_hits=core.primary.counters.found_blocks,
-        jobs_submitted=counters.jobs_submitted,
-        job_results=counters.job_results,
-        job_failures=counters.job_failures,
-        verified_blocks=tally.verified_blocks,
-        corrupt_blocks=tally.corrupt_blocks,
-        bytes_stored=tally.stored_blocks * spec.stride_bytes,
-        bytes_loaded=tally.loaded_blocks * spec.stride_bytes,
-        bytes_to_device=tally.loaded_blocks * copied_bytes,
-        bytes_from_device=tally.stored_blocks * copied_bytes,
-        preemptions=tally.preemptions,
-        wall_s=wall_s,
-        block_refs_per_s=tally.block_refs / max(wall_s, 1e-9),
-        owner_us_per_step=_percentiles_us(tally),
-        leaked_pins=slots["pinned"] + slots["writing"] + slots["held"],
-        steps=len(tally.owner_ns),
-        evictions=tally.stored_blocks + promoted - resident,
-        stores_refused=tally.stores_refused,
-        promotions_refused=counters.promotions_refused,
-        deferrals_expired=counters.deferrals_expired,
-        policy=spec.config.eviction_policy,
-        primary_blocks=spec.num_blocks,
-        block_bytes=spec.config.block_bytes,
-        row_bytes=spec.stride_bytes,
-        concurrency=concurrency,
-        engine=engine,
-        device_blocks=device_blocks,
-        layers=layers,
-        tiers={
-            name: {figure: getattr(tier.counters, figure) for figure in _TIER_FIGURES}
-            | {"requests": int(read.gauges.get("requests", 0))}
-            for name, tier, read in zip(tier_names, core.tiers, manager.stats().tiers, strict=True)
-        },
-        samples=samples,
-    )
-
-
-def _percentiles_us(tally: Tally) -> dict[str, float]:
-    steps_us = np.array(tally.owner_ns or [0], dtype=np.int64) / 1000
-    p50, p99 = np.percentile(steps_us, (50, 99))
-    return {"p50": float(p50), "p99": float(p99), "max": float(steps_us.max())}

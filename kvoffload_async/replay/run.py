@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -16,20 +16,12 @@ from kvoffload_async.async_engine.transfers import EngineBounds
 from kvoffload_async.errors import ConfigError, InputError, OffloadError
 from kvoffload_async.facade.driver import PlannerDriver
 from kvoffload_async.facade.spec import TieringOffloadingSpec
-from kvoffload_async.replay.device import FramePool
-from kvoffload_async.replay.drivers import DriverOptions
+from kvoffload_async.replay.device import DEVICE, PRIMARY, FramePool
+from kvoffload_async.replay.drivers import SYNC, ReplayOptions
 from kvoffload_async.replay.drivers.asynchronous import AsyncDriver
 from kvoffload_async.replay.drivers.stepwise import StepwiseDriver
 from kvoffload_async.replay.drivers.workers import Workers
-from kvoffload_async.replay.report import (
-    DEVICE,
-    PRIMARY,
-    Report,
-    Sample,
-    Tally,
-    Timeline,
-    build_report,
-)
+from kvoffload_async.replay.report import Report, Sample, Tally, Timeline
 from kvoffload_async.replay.source import RequestSource
 from kvoffload_async.runtime.loop import new_event_loop
 from kvoffload_async.runtime.machine import memory_limit
@@ -37,49 +29,23 @@ from kvoffload_async.timeline import RequestTimeline
 
 if TYPE_CHECKING:
     from kvoffload_async.transport.paged import PagedMemory
-    from kvoffload_async.transport.streams import DeviceRuntime
 
-
-SYNC: Final = "sync"
-ASYNC: Final = "async"
-ENGINES: Final = (SYNC, ASYNC)
 
 _DEFAULT_IO_TIMEOUT_S = 30.0
 _STALL_MARGIN_S = 30.0
 _INTERRUPTED_TIMEOUT_S = 5.0
 _FRAME_BYTES: Final = 128
-"""Memory for the accounting of one block of the device."""
+"""Bytes of memory to account for one device block."""
 _UNKNOWN_REQUEST_BLOCKS = 1024
 """Blocks reserved per request if the maximum is unknown, as in a pipe."""
 _BLOCKS_PER_STEP = 16
 """Blocks of a request computed per step on a device with limited blocks."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayOptions:
-    """Settings of a replay; see `Report` and `StepwiseDriver`.
-
-    Attributes:
-        runtime: Runtime of the device that has the device memory; None: it is on the host.
-        device_blocks: Capacity of the device, which then caches blocks; None: enough for the
-            requests, without caching.
-        on_timeline: Receives the timelines of requests; needs `explain_requests`.
-        on_ready: With the engine `"sync"`, called before the first request with a function that
-            returns the results so far, to be called whenever the engine is idle.
-        has_samples: Whether the report has samples of the statistics, for plots.
-    """
-
-    engine: str = SYNC
-    runtime: DeviceRuntime | None = None
-    device_blocks: int | None = None
-    layers: int = 2
-    concurrency: int = 1
-    verify: bool = True
-    has_samples: bool = False
-    should_stop: Callable[[], bool] = lambda: False
-    on_step: Callable[[], None] = lambda: None
-    on_timeline: Callable[[RequestTimeline], None] | None = None
-    on_ready: Callable[[Callable[[], Report]], None] = lambda _report: None
+_TIER_FIGURES: Final = (
+    *("stored_blocks", "loaded_blocks", "stored_bytes", "loaded_bytes"),
+    *("failed_jobs", "failed_loads", "failed_blocks"),
+    *("dropped_blocks", "declined_blocks", "late_blocks", "failed_store_blocks"),
+)
+"""Figures of a tier that depend only on the requests, not on the number of lookups."""
 
 
 def replay(spec: TieringOffloadingSpec, source: RequestSource, options: ReplayOptions) -> Report:
@@ -133,11 +99,11 @@ def unique_names(tier_types: Sequence[str]) -> list[str]:
 
 
 class _Run:
-    """A replay apart from its driver: the tally, the clock and the samples.
+    """The state of a replay outside its driver: the tally, the clock and the samples.
 
     Attributes:
         tally: Counts of the replay.
-        driver_options: Settings of the driver.
+        options: Settings of the driver, which takes the samples with its steps.
     """
 
     def __init__(
@@ -148,22 +114,15 @@ class _Run:
         manager: PlannerDriver,
     ) -> None:
         self._spec = spec
-        self._options = options
         self._pool = pool
         self._manager = manager
         if options.on_timeline is not None:
             manager.watch_timelines(options.on_timeline)
-        self._tier_names = unique_names([tier.name for tier in manager.planner.tiers])
-        keeps = options.device_blocks is not None
-        self.tally = Tally.of_tiers(self._tier_names, device_keeps=keeps)
+        names = unique_names([tier.name for tier in manager.planner.tiers])
+        self.tally = Tally.of_tiers(names, device_keeps=options.device_blocks is not None)
         self._timeline = Timeline(manager.stats, self.tally) if options.has_samples else None
-        self.driver_options = DriverOptions(
-            tier_names=self._tier_names,
-            concurrency=options.concurrency,
-            verify=options.verify,
-            stall_timeout_s=stall_timeout_s(spec),
-            should_stop=options.should_stop,
-            on_step=self._on_step,
+        self.options = replace(
+            options, on_step=self._timeline.note_step if self._timeline else lambda: None
         )
         self._start_s = time.perf_counter()
         self._wall_s: float | None = None
@@ -182,26 +141,54 @@ class _Run:
             self._samples = self._timeline.finish()
 
     def report(self) -> Report:
-        """Return the results so far, of an idle engine."""
-        wall_s = self._wall_s
-        return build_report(
-            self._spec,
-            self._manager,
-            self._tier_names,
-            self.tally,
-            wall_s=time.perf_counter() - self._start_s if wall_s is None else wall_s,
-            concurrency=self._options.concurrency,
+        """Return the results so far; the engine must be idle."""
+        spec, options, tally = self._spec, self.options, self.tally
+        core = self._manager.planner
+        slots, counters = core.primary.counts, core.counters
+        wall_s = time.perf_counter() - self._start_s if self._wall_s is None else self._wall_s
+        copied_bytes = spec.config.block_bytes * spec.config.num_workers
+        tiers = zip(tally.tier_names, core.tiers, self._manager.stats().tiers, strict=True)
+        return Report(
             interrupted=self._interrupted,
-            engine=self._options.engine,
+            requests=tally.requests,
+            block_refs=tally.block_refs,
+            hits=dict(tally.hits),
+            hit_ratio=tally.hits.total() / max(1, tally.block_refs),
+            block_hits=core.primary.counters.found_blocks,
+            jobs_submitted=counters.jobs_submitted,
+            job_results=counters.job_results,
+            job_failures=counters.job_failures,
+            verified_blocks=tally.verified_blocks,
+            corrupt_blocks=tally.corrupt_blocks,
+            bytes_stored=tally.stored_blocks * spec.stride_bytes,
+            bytes_loaded=tally.loaded_blocks * spec.stride_bytes,
+            bytes_to_device=tally.loaded_blocks * copied_bytes,
+            bytes_from_device=tally.stored_blocks * copied_bytes,
+            preemptions=tally.preemptions,
+            wall_s=wall_s,
+            block_refs_per_s=tally.block_refs / max(wall_s, 1e-9),
+            owner_us_per_step=tally.owner_us_per_step,
+            leaked_pins=slots["pinned"] + slots["writing"] + slots["held"],
+            steps=len(tally.owner_ns),
+            evictions=core.primary.counters.evicted_blocks,
+            stores_refused=tally.stores_refused,
+            promotions_refused=counters.promotions_refused,
+            deferrals_expired=counters.deferrals_expired,
+            policy=spec.config.eviction_policy,
+            primary_blocks=spec.num_blocks,
+            block_bytes=spec.config.block_bytes,
+            row_bytes=spec.stride_bytes,
+            concurrency=options.concurrency,
+            engine=options.engine,
             device_blocks=self._pool.num_frames,
-            layers=self._options.layers,
+            layers=options.layers,
+            tiers={
+                name: {figure: getattr(tier.counters, figure) for figure in _TIER_FIGURES}
+                | {"requests": int(read.gauges.get("requests", 0))}
+                for name, tier, read in tiers
+            },
             samples=self._samples,
         )
-
-    def _on_step(self) -> None:
-        if self._timeline is not None:
-            self._timeline.note_step()
-        self._options.on_step()
 
 
 def _replay_stepwise(
@@ -211,7 +198,6 @@ def _replay_stepwise(
     pool: FramePool,
     memories: Sequence[PagedMemory],
 ) -> Report:
-    config = spec.config
     with _start_errors():
         manager = spec.get_manager()
     workers: Workers | None = None
@@ -223,9 +209,8 @@ def _replay_stepwise(
             workers,
             pool,
             run.tally,
-            run.driver_options,
-            blocks_per_chunk=config.blocks_per_chunk,
-            num_workers=config.num_workers,
+            run.options,
+            stall_timeout_s=stall_timeout_s(spec),
             blocks_per_step=None if options.device_blocks is None else _BLOCKS_PER_STEP,
         )
         run.begin()
@@ -255,7 +240,10 @@ async def _replay_awaited(
         await engine.__aenter__()
     try:
         run = _Run(spec, options, pool, engine.driver)
-        driver = AsyncDriver(engine, memory, pool, run.tally, run.driver_options)
+        patience_s = stall_timeout_s(spec)
+        driver = AsyncDriver(
+            engine, memory, pool, run.tally, run.options, stall_timeout_s=patience_s
+        )
         run.begin()
         await driver.run(iter(source))
         interrupted = options.should_stop()
@@ -324,12 +312,8 @@ def _bounded(spec: TieringOffloadingSpec, options: ReplayOptions) -> float:
     return _INTERRUPTED_TIMEOUT_S if options.should_stop() else spec.config.shutdown_timeout_s
 
 
-Follow = Callable[[RequestSource, int], AbstractContextManager[Callable[[], None]]]
-"""Called with a pass's requests and its number, from 1; yields a callback for each step."""
-
-
-Watch = Callable[[int, RequestTimeline], None]
-"""Called with a pass's number and the timeline of one of its requests."""
+Follow = Callable[[RequestSource, int], AbstractContextManager[object]]
+"""Called with a pass's requests and number, from 1; returns the context that the pass runs in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,19 +349,14 @@ class PassReports:
         return json.dumps(figures, indent=2)
 
 
-@contextmanager
-def _unseen(_source: RequestSource, _number: int) -> Iterator[Callable[[], None]]:
-    yield lambda: None
-
-
 def replay_passes(
     spec: TieringOffloadingSpec,
     open_source: Callable[[], RequestSource],
     options: ReplayOptions,
     num_passes: int,
     *,
-    follow: Follow = _unseen,
-    watch: Watch | None = None,
+    follow: Follow = lambda _source, _number: nullcontext(),
+    watch: Callable[[int, RequestTimeline], None] | None = None,
 ) -> PassReports:
     """Replay the same requests several times, each time on a new engine over the same tiers.
 
@@ -387,7 +366,8 @@ def replay_passes(
         options: Settings of the replay.
         num_passes: Maximum number of passes; an interrupted pass is the last.
         follow: Context manager entered for each pass.
-        watch: Receives the timelines of requests; needs `explain_requests`.
+        watch: Receives the number of a pass and the timeline of a request; needs
+            `explain_requests`.
 
     Raises:
         OffloadError: See `replay`.
@@ -396,10 +376,9 @@ def replay_passes(
     for number in range(1, num_passes + 1):
         if reports:
             spec = TieringOffloadingSpec(spec.config)
-        with closing(open_source()) as source, follow(source, number) as on_step:
+        with closing(open_source()) as source, follow(source, number):
             on_timeline = None if watch is None else partial(watch, number)
-            run = replace(options, on_step=on_step, on_timeline=on_timeline)
-            reports.append(replay(spec, source, run))
+            reports.append(replay(spec, source, replace(options, on_timeline=on_timeline)))
         if reports[-1].interrupted:
             break
     return PassReports(tuple(reports))

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from heapq import heappop, heappush
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Final
 
 from kvoffload_async.core.admission import Admission
@@ -21,7 +22,6 @@ from kvoffload_async.errors import InputError
 from kvoffload_async.facade.primary import create_admission
 from kvoffload_async.registry import create_policy
 from kvoffload_async.replay.device import Prompt
-from kvoffload_async.tiers.files.ranking import KeyRanking
 from kvoffload_async.types import LookupResult, OffloadKey, ReqContext, make_offload_key
 
 LRU: Final = "lru"
@@ -30,7 +30,7 @@ _MOST_OF_HITS: Final = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One policy at one capacity, over the requests that count.
+    """Results of one policy at one capacity, over the counted requests.
 
     Attributes:
         policy: Name of the eviction policy.
@@ -82,7 +82,7 @@ class Simulation:
 
 
 class LruCurve:
-    """LRU's hits at every capacity.
+    """Computes the hits of an LRU cache at every capacity.
 
     A Fenwick tree has a one at the last use of each block; uses are numbered, tail first within a
     request, as the engine ranks them.
@@ -91,12 +91,12 @@ class LruCurve:
     def __init__(self) -> None:
         self._last_use: dict[int, int] = {}
         self._tree = [0]
-        self._by_distance: dict[int, int] = {}
-        self._by_head_distance: dict[int, int] = {}
+        self._by_distance: Counter[int] = Counter()
+        self._by_head_distance: Counter[int] = Counter()
         self.block_refs = 0
 
     def use(self, block_ids: Sequence[int], *, counts: bool) -> None:
-        """Serve a request with distinct blocks; only requests that count enter the results."""
+        """Serve a request with distinct blocks; its hits enter the results if `counts`."""
         last_use = self._last_use
         if counts:
             self._count(block_ids)
@@ -105,7 +105,7 @@ class LruCurve:
             last_use[block_id] = len(self._tree) - 1
 
     def results(self) -> tuple[_Steps, _Steps]:
-        """Return the hits and the prefix hits."""
+        """Return the hits and the prefix hits by capacity."""
         return _Steps(self._by_distance), _Steps(self._by_head_distance)
 
     @property
@@ -126,14 +126,13 @@ class LruCurve:
             while node:
                 distance -= tree[node]
                 node &= node - 1
-            self._by_distance[distance] = self._by_distance.get(distance, 0) + 1
+            self._by_distance[distance] += 1
             if head_distance is not None:
                 head_distance = max(head_distance, distance)
-                heads = self._by_head_distance
-                heads[head_distance] = heads.get(head_distance, 0) + 1
+                self._by_head_distance[head_distance] += 1
 
     def _mark_last(self, previous: int | None) -> None:
-        """Append a one to the tree, and remove that of the previous use."""
+        """Append a block's last use to the tree, and remove its previous use."""
         tree = self._tree
         size = len(tree)
         if previous is not None:
@@ -148,7 +147,7 @@ class LruCurve:
 
 
 class _Steps:
-    """A count that grows with the capacity."""
+    """A count of hits that grows with the capacity."""
 
     def __init__(self, by_distance: dict[int, int]) -> None:
         self.distances = sorted(by_distance)
@@ -156,7 +155,7 @@ class _Steps:
 
     @property
     def total(self) -> int:
-        """The count of an endless cache."""
+        """The count at unlimited capacity."""
         return self._sums[-1]
 
     def at(self, capacity: int) -> int:
@@ -164,13 +163,13 @@ class _Steps:
         return self._sums[bisect_left(self.distances, capacity + 1)]
 
     def least(self, count: float) -> int:
-        """Return the least capacity at which the count is reached, at least 1."""
+        """Return the smallest capacity, at least 1, at which `count` is reached."""
         reached = bisect_left(self._sums, count)
         return self.distances[reached - 1] if reached else 1
 
 
 def optimal_hits(requests: Sequence[Sequence[int]], capacity: int, first: int) -> int:
-    """Return the most hits that a cache can have, from the request number `first` on.
+    """Return the maximum hits of any cache of this capacity, from request number `first` on.
 
     It evicts, or does not store, the block whose next use is farthest away, and of those of one
     request the last (Belady, 1966). So its hits are heads of prompts.
@@ -202,102 +201,98 @@ def optimal_hits(requests: Sequence[Sequence[int]], capacity: int, first: int) -
 
 
 class PolicyRun:
-    """One policy in the engine's block accounting, request after request.
+    """Simulates one policy in the engine's primary, optionally above an LRU tier.
 
     Attributes:
-        hits: Blocks found; `prefix_hits` are those in the heads of prompts.
-        writes: Blocks stored.
+        hits: Blocks found in either; `prefix_hits` are those in the heads of prompts.
+        writes: Blocks stored; with a tier, in the tier.
     """
 
-    def __init__(self, policy: str, capacity: int) -> None:
-        """Start empty; raises ConfigError if the policy is unknown."""
-        self._primary = Primary(capacity, create_policy(policy, capacity), accept_prefix=True)
-        self.hits = self.prefix_hits = self.writes = 0
-
-    def serve(self, number: int, keys: Sequence[OffloadKey], *, counts: bool) -> None:
-        """Serve a request with distinct keys; only requests that count enter the results."""
-        primary = self._primary
-        positions = {key: position for position, key in enumerate(keys, 1)}
-        ctx = ReqContext(str(number), key_positions=positions)
-        primary.open_request(ctx)
-        answers = primary.lookup_many(keys)
-        is_short = LookupResult.MISS in answers
-        head = keys[: answers.index(LookupResult.MISS)] if is_short else keys
-        primary.prepare_load(ctx, head)
-        primary.complete_load(ctx, head)
-        granted = primary.prepare_store(ctx, keys)
-        stored = granted.keys_to_store if granted is not None else ()
-        primary.complete_store(ctx, stored, success=True)
-        primary.close_request(ctx)
-        if counts:
-            self.hits += answers.count(LookupResult.HIT)
-            self.prefix_hits += len(head)
-            self.writes += len(stored)
-
-
-class TwoTierRun(PolicyRun):
-    """A primary above an LRU tier: hits count in either, writes are those to the tier."""
-
     def __init__(self, policy: str, capacity: int, tier_blocks: int, *, only_reuse: bool) -> None:
-        """Start empty; raises ConfigError if the policy is unknown."""
-        super().__init__(policy, capacity)
-        self._primary.may_decline = False
-        self._tier = KeyRanking(create_policy(LRU, tier_blocks))
-        self._in_tier: set[OffloadKey] = set()
+        """Create an empty primary and tier; raises ConfigError if the policy is unknown."""
+        self._primary = Primary(capacity, create_policy(policy, capacity), accept_prefix=True)
+        self._primary.may_decline = not tier_blocks
+        self._tier: dict[OffloadKey, None] = {}  # most recent last
         self._tier_blocks = tier_blocks
         self._admission: Admission | None = None
-        if only_reuse:
+        if tier_blocks and only_reuse:
             self._admission = create_admission(self._primary, [tier_blocks])
+        self.hits = self.prefix_hits = self.writes = 0
 
-    def serve(self, number: int, keys: Sequence[OffloadKey], *, counts: bool) -> None:
-        """Serve a request; its head in the tier is promoted first."""
+    def serve_all(
+        self,
+        requests: Iterable[Sequence[OffloadKey]],
+        first: int,
+        should_stop: Callable[[], bool],
+    ) -> None:
+        """Serve requests; those from request number `first` on are counted."""
+        for number, keys in enumerate(requests):
+            self._serve(number, keys, counts=number >= first)
+            if should_stop():
+                break
+
+    def _serve(self, number: int, keys: Sequence[OffloadKey], *, counts: bool) -> None:
+        """Serve a request with distinct keys; its prefix in the tier is promoted first."""
         primary = self._primary
         positions = {key: position for position, key in enumerate(keys, 1)}
         ctx = ReqContext(str(number), key_positions=positions)
         primary.open_request(ctx)
         answers = primary.lookup_many(keys)
         found = [
-            answer is LookupResult.HIT or key in self._in_tier
+            answer is LookupResult.HIT or key in self._tier
             for key, answer in zip(keys, answers, strict=True)
         ]
         head = keys[: found.index(False)] if False in found else keys
-        present = [k for k, a in zip(head, answers, strict=False) if a is LookupResult.HIT]
-        primary.pin(present)
+        loaded = [k for k, a in zip(head, answers, strict=False) if a is LookupResult.HIT]
         absent = [k for k, a in zip(head, answers, strict=False) if a is LookupResult.MISS]
-        promoted = absent[: len(primary.reserve(absent))]
-        primary.complete_write(promoted, success=True)
-        primary.unpin(present)
-        primary.prepare_load(ctx, [*present, *promoted])
-        primary.complete_load(ctx, [*present, *promoted])
+        if absent:
+            primary.pin(loaded)
+            promoted = absent[: len(primary.reserve(absent))]
+            primary.complete_write(promoted, success=True)
+            primary.unpin(loaded)
+            loaded += promoted
+        primary.prepare_load(ctx, loaded)
+        primary.complete_load(ctx, loaded)
         granted = primary.prepare_store(ctx, keys)
         stored = granted.keys_to_store if granted is not None else ()
         primary.complete_store(ctx, stored, success=True)
-        undecided: Sequence[OffloadKey] = ()
-        if self._admission is not None:
-            stored, undecided = self._admission.split(0, ctx, stored, is_final=False)
-        writes = self._write(stored)
-        if self._admission is not None:
-            stored, _ = self._admission.split(0, ctx, undecided, is_final=True)
-            writes += self._write(stored)
-            self._admission.end_request(ctx, primary.used_by(ctx))
-        reused = primary.close_request(ctx)
-        lacking: Sequence[OffloadKey] = [key for key in reused if key not in self._in_tier]
-        if self._admission is not None:
-            lacking, _ = self._admission.split(0, ReqContext(""), lacking, is_final=True)
-        writes += self._write(lacking)
-        self._tier.access([key for key in reused if key in self._in_tier], lambda _: True)
+        if self._tier_blocks:
+            writes = self._write_back(ctx, stored)
+        else:
+            writes = len(stored)
+            primary.close_request(ctx)
         if counts:
             self.hits += sum(found)
             self.prefix_hits += len(head)
             self.writes += writes
 
+    def _write_back(self, ctx: ReqContext, stored: Sequence[OffloadKey]) -> int:
+        """End a request, write its stored or reused blocks to the tier, and return the writes."""
+        tier, admission = self._tier, self._admission
+        undecided: Sequence[OffloadKey] = ()
+        if admission is not None:
+            stored, undecided = admission.split(0, ctx, stored, is_final=False)
+        writes = self._write(stored)
+        if admission is not None:
+            stored, _ = admission.split(0, ctx, undecided, is_final=True)
+            writes += self._write(stored)
+            admission.end_request(ctx, self._primary.used_by(ctx))
+        reused = self._primary.close_request(ctx)
+        lacking: Sequence[OffloadKey] = [key for key in reused if key not in tier]
+        if admission is not None:
+            lacking, _ = admission.split(0, ReqContext(""), lacking, is_final=True)
+        writes += self._write(lacking)
+        for key in reversed([key for key in reused if key in tier]):
+            tier[key] = tier.pop(key)
+        return writes
+
     def _write(self, keys: Sequence[OffloadKey]) -> int:
-        new = [key for key in keys if key not in self._in_tier][: self._tier_blocks]
-        surplus = len(self._in_tier) + len(new) - self._tier_blocks
-        victims = self._tier.make_room(new, max(0, surplus), lambda _: True) or []
-        self._in_tier.difference_update(victims)
-        self._tier.admit(new)
-        self._in_tier.update(new)
+        tier = self._tier
+        new = [key for key in keys if key not in tier][: self._tier_blocks]
+        surplus = len(tier) + len(new) - self._tier_blocks
+        for key in list(islice(tier, max(0, surplus))):
+            del tier[key]
+        tier.update(dict.fromkeys(new))
         if self._admission is not None:
             self._admission.note_stored(0, len(new))
         return len(new)
@@ -313,7 +308,7 @@ def simulate(
     only_reuse: bool = False,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Simulation:
-    """Simulate a trace.
+    """Simulate eviction policies on a trace of requests.
 
     Args:
         requests: The requests' block ids.
@@ -347,7 +342,9 @@ def simulate(
     hits, prefix_hits = curve.results()
     refs, distinct = max(1, curve.block_refs), curve.distinct_blocks
     least = prefix_hits.least(_MOST_OF_HITS * prefix_hits.total)
-    keys = _keys(trace) if tier_blocks or set(policies) != {LRU} else []
+    keys: list[list[OffloadKey]] = []
+    if tier_blocks or set(policies) != {LRU}:
+        keys = [list(map(make_offload_key, Prompt(0, ids).block_hashes)) for ids in trace]
     rows: list[Row] = []
     for capacity in capacities or _steps_up_to(distinct):
         if should_stop():
@@ -357,10 +354,8 @@ def simulate(
         for policy in policies:
             found, heads, writes = hits.at(capacity), lru, refs - hits.at(capacity)
             if tier_blocks or policy != LRU:
-                run = PolicyRun(policy, capacity)
-                if tier_blocks:
-                    run = TwoTierRun(policy, capacity, tier_blocks, only_reuse=only_reuse)
-                _serve_all(run, keys, first, should_stop)
+                run = PolicyRun(policy, capacity, tier_blocks, only_reuse=only_reuse)
+                run.serve_all(keys, first, should_stop)
                 found, heads, writes = run.hits, run.prefix_hits, run.writes
             gap = optimum - lru
             rows.append(
@@ -384,23 +379,6 @@ def simulate(
         curve=tuple((size, prefix_hits.at(size) / refs) for size in _curve_points(distinct)),
         interrupted=should_stop(),
     )
-
-
-def _keys(trace: Sequence[Sequence[int]]) -> list[list[OffloadKey]]:
-    """Return the keys that a replay gives the blocks."""
-    return [list(map(make_offload_key, Prompt(0, ids).block_hashes)) for ids in trace]
-
-
-def _serve_all(
-    run: PolicyRun,
-    keys: Sequence[Sequence[OffloadKey]],
-    first: int,
-    should_stop: Callable[[], bool],
-) -> None:
-    for number, names in enumerate(keys):
-        run.serve(number, names, counts=number >= first)
-        if should_stop():
-            break
 
 
 def _steps_up_to(most: int) -> list[int]:

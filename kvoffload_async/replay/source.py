@@ -53,23 +53,23 @@ class RequestSource(ABC):
     def _requests(self) -> Iterator[Sequence[int]]:
         """Yield all requests."""
 
-    @abstractmethod
     def _fraction_of_all(self) -> float:
-        """Fraction of the unlimited stream consumed."""
+        """Fraction of the unlimited stream consumed; 0 if its length is unknown."""
+        return 0.0
 
 
 STDIN = "-"
 """Path that stands for standard input."""
 
 MAX_LINE_BYTES = 16 * 1024 * 1024
-"""Maximum line length: far above any request, and stops reading of a file that is no trace."""
+"""Maximum line length, far above any request's; ends the reading of a file that is no trace."""
 
 
 class TraceFile(RequestSource):
     """A trace file, read line by line during the replay, so pipes work. Open until `close`."""
 
     def __init__(self, path: Path, limit: int | None = None) -> None:
-        """Open the file.
+        """Open the trace file.
 
         Raises:
             InputError: It cannot be read.
@@ -126,7 +126,7 @@ class TraceFile(RequestSource):
 
 
 def parse_line(line: bytes) -> list[int]:
-    """Return the block ids of one line.
+    """Return the block ids in one line of a trace.
 
     Raises:
         InputError: The line is not an object with a list `hash_ids` of valid block ids.
@@ -179,7 +179,7 @@ class ChatWorkload(RequestSource):
     """`NUM_REQUESTS` turns of several conversations; deterministic for a seed."""
 
     def __init__(self, limit: int | None = None, seed: int = DEFAULT_SEED) -> None:
-        super().__init__(limit)
+        super().__init__(NUM_REQUESTS if limit is None else min(limit, NUM_REQUESTS))
         self._seed = seed
 
     def most_blocks(self) -> int:
@@ -202,6 +202,3 @@ class ChatWorkload(RequestSource):
             if talk.turns_left:
                 open_ones.append(talk)
             yield tuple(talk.blocks)
-
-    def _fraction_of_all(self) -> float:
-        return self._taken / NUM_REQUESTS

@@ -13,18 +13,18 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
-from typing import Final, Protocol, Self
+from typing import Final
 
 from kvoffload_async.abc.events import BlocksAppeared, BlocksEvicted, TierEvent
-from kvoffload_async.abc.tier import AsyncTier, CloseReport, IoRunner, KVIdentity
-from kvoffload_async.core.counters import Histogram
+from kvoffload_async.abc.tier import AsyncTier, CloseReport, KVIdentity
+from kvoffload_async.core.counters import Figures, Histogram
 from kvoffload_async.core.ledger import StartJob, StartProbe, TierEffect, TouchBlocks
 from kvoffload_async.core.tier_state import TierState
-from kvoffload_async.errors import ClosedError, TierTimeoutError, drop_tracebacks, text_of
+from kvoffload_async.error_log import ErrorLog
+from kvoffload_async.errors import ClosedError, TierTimeoutError, drop_tracebacks
 from kvoffload_async.runtime.io_pool import IoPool
 from kvoffload_async.runtime.lifetime import Closing
-from kvoffload_async.runtime.loop import LoopRunner, LoopThread, SameLoopRunner
-from kvoffload_async.runtime.readings import Figures, read_tier
+from kvoffload_async.runtime.loop import LoopRunner, SameLoopRunner
 from kvoffload_async.statistics import TierStatistics
 from kvoffload_async.tiers._actor import TierActor
 from kvoffload_async.tiers._environment import ActorEnvironment
@@ -41,18 +41,6 @@ _STOP_THREADS_S = 0.2
 _STOP_HOST_S = 5.0
 KEYS_A_STEP: Final = 4096
 """Maximum number of announced keys applied per step; they take about 1 ms."""
-
-
-class PoolRunner(IoRunner, Protocol):
-    """An `IoRunner` that can be closed."""
-
-    def close(self, timeout_s: float) -> int:
-        """Stop the threads; return how many are still in a call."""
-        ...
-
-    def abandon(self) -> None:
-        """Fail the coroutines that await hanging calls, after the tier could not be opened."""
-        ...
 
 
 class TierLink:
@@ -75,11 +63,11 @@ class TierLink:
         tier: AsyncTier,
         *,
         kv_view: memoryview,
-        pool: PoolRunner,
+        pool: IoPool,
         io_timeout_s: float,
         probe_timeout_s: float,
         identity: KVIdentity,
-        host: RuntimeHost | None = None,
+        owns_loop: bool = False,
     ) -> None:
         """Create the link without starting anything; see `open`.
 
@@ -92,16 +80,16 @@ class TierLink:
             io_timeout_s: Seconds from a job's submission to its deadline.
             probe_timeout_s: Seconds until an unanswered existence probe counts as "absent".
             identity: Identity of the tier's blocks.
-            host: The loop thread of this link alone, closed with the link; None: shared.
+            owns_loop: Whether the loop is this link's alone, and is closed with it.
         """
         self.state = state
         self.tier = tier
         self.bridge = bridge
         self._view = kv_view
         self._pool = pool
-        self._host = host
+        self._owns_loop = owns_loop
         self._closing: Closing[CloseReport] = Closing()
-        self._gauges_failed = False
+        self._gauge_errors = ErrorLog(logger, f"tier {state.name}: gauges()")
         self._opening_s = tier.opening_s(kv_view.nbytes // len(kv_view))
         self.inbox: deque[TierEvent] = deque()
         self.actor = TierActor(
@@ -133,7 +121,7 @@ class TierLink:
                 key_limit -= len(event.keys)
 
     def end_step(self, _context: ScheduleEndContext | None = None) -> None:
-        """Queue the existence probes of the step; `Bridge.flush` hands everything over."""
+        """Queue the existence probes of the step; `Bridge.flush` hands them over."""
         state = self.state
         if state.cost_gated is not None:
             state.tell_time(self.bridge.runner.now_s)
@@ -150,29 +138,24 @@ class TierLink:
         self.state.event_log.announce_anew()
 
     def has_pending_work(self) -> bool:
-        """Return whether a job has no result, a result waits, or a probe is unanswered."""
+        """Return whether a job is unfinished, a result is uncollected, or a probe is unanswered."""
         return bool(self.inbox) or self.state.has_pending_work
 
     def stats(self, taken: Figures) -> TierStatistics:
         """Return the tier's statistics, also after closing. Thread-safe.
 
         Args:
-            taken: The planner's figures from `take_tier`.
+            taken: The tier's figures, copied with `TIER_FIGURES`.
         """
-        try:
+        gauges: dict[str, float] = {}
+        with self._gauge_errors.survived():
             gauges = dict(self.tier.gauges())
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - third-party code
-            gauges = {}
-            if not self._gauges_failed:
-                self._gauges_failed = True
-                drop_tracebacks(error)  # before it is logged, as logs may be kept
-                logger.warning("tier %s: gauges() failed: %s", self.state.name, text_of(error))
-        return read_tier(taken, self.state, waiting_jobs=self.actor.waiting_jobs, gauges=gauges)
+        return self.state.statistics(taken, waiting_jobs=self.actor.waiting_jobs, gauges=gauges)
 
     # -- calls that block ----------------------------------------------------------------------
 
     def open(self, timeout_s: float) -> None:
-        """Open the tier and join the bridge; blocks. Raises the errors of the tier's `open`.
+        """Open the tier and add it to the bridge; blocks. Raises the errors of the tier's `open`.
 
         Args:
             timeout_s: Timeout in seconds; extended for large tiers.
@@ -202,10 +185,6 @@ class TierLink:
         """Wait until every job has its result; return False on timeout. No copy is aborted."""
         self.bridge.flush()
         return self.bridge.runner.wait_until(self._is_drained, timeout_s)
-
-    def abandon(self) -> None:
-        """Fail every job that has no result."""
-        self.state.abandon_rest()
 
     def close(self, timeout_s: float) -> CloseReport:
         """Close state and actor; every job has its result afterwards. Idempotent; see `Closing`.
@@ -243,9 +222,9 @@ class TierLink:
     # -- internal -------------------------------------------------------------------------------
 
     def _release(self, timeout_s: float = _STOP_HOST_S, *, keeps_view: bool = False) -> None:
-        """Stop the link's own loop thread, and release the view of the primary."""
-        if self._host is not None:
-            self._host.close(timeout_s)
+        """Stop the link's own loop, and release the view of the primary."""
+        if self._owns_loop:
+            self.bridge.close(timeout_s)
         if keeps_view:
             return
         try:
@@ -270,7 +249,7 @@ class Bridge:
     """
 
     def __init__(
-        self, runner: LoopRunner, create_pool: Callable[[int, int, int], PoolRunner] = IoPool
+        self, runner: LoopRunner, create_pool: Callable[[int, int, int], IoPool] = IoPool
     ) -> None:
         """Start without links.
 
@@ -286,8 +265,8 @@ class Bridge:
         self.wake_ups = 0
         self.lag = Histogram()
         """Seconds from a hand-over until the loop processes it; observed on the loop's thread."""
-        self.hung_openings: dict[str, PoolRunner] = {}
-        """Tier -> pool of its last failed opening with a thread still in a call."""
+        self.hung_openings: dict[str, IoPool] = {}
+        """Tier -> I/O pool of its last failed opening, if a thread was still in a call."""
 
     def opening_hangs(self, tier: str) -> bool:
         """Return whether a thread of a tier's failed opening is still in a call. Thread: any."""
@@ -315,9 +294,13 @@ class Bridge:
                 self._give_up()
 
     def wait_for_progress(self, timeout_s: float) -> bool:
-        """Hand over effects, then wait for an event; False on timeout."""
+        """Hand over effects, then wait for an event of a tier; return False on timeout."""
         self.flush()
         return self.runner.wait_until(self._has_events, timeout_s)
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Stop the loop; idempotent. The links close their pools."""
+        self.runner.close(timeout_s)
 
     def _give_up(self) -> None:
         """Fail all jobs after the loop has ended; slots of running copies stay reserved."""
@@ -329,7 +312,7 @@ class Bridge:
                 link.state.abandon_rest()
 
     def _execute_batch(self, batch: Batch, handed_over_s: float) -> None:
-        """Execute a batch. Thread: loop."""
+        """Execute the effects that the owner has handed over. Thread: loop."""
         self.lag.observe(self.runner.now_s() - handed_over_s)
         for actor, effects in batch:
             _execute(actor, effects)
@@ -348,39 +331,13 @@ class SameLoopBridge(Bridge):
     runner: SameLoopRunner
 
     def flush(self) -> None:
-        """Execute the tiers' effects; on another thread, as in closing, hand them over."""
+        """Execute the tiers' effects; hand them over if called on another thread, as by closing."""
         if threading.get_ident() != self.runner.thread_id:
             super().flush()
             return
         for link in self.links:
             if link.state.effects:
                 _execute(link.actor, link.state.take_effects())
-
-
-class RuntimeHost:
-    """Owns the loop thread; a context manager.
-
-    Not thread-safe; call only from the owner's thread.
-    """
-
-    def __init__(self, on_progress: Callable[[], object] | None = None) -> None:
-        """Start a loop thread.
-
-        Args:
-            on_progress: Called on it after tiers have posted events.
-        """
-        self._loop_thread = LoopThread(on_progress=on_progress)
-        self.bridge = Bridge(self._loop_thread)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exc_info: object) -> None:
-        self.close()
-
-    def close(self, timeout_s: float = 5.0) -> None:
-        """Stop the loop; idempotent. The links close their pools."""
-        self._loop_thread.close(timeout_s)
 
 
 def _execute(actor: TierActor, effects: Sequence[TierEffect]) -> None:
@@ -390,6 +347,6 @@ def _execute(actor: TierActor, effects: Sequence[TierEffect]) -> None:
             case StartJob(job):
                 actor.start_job(job)
             case StartProbe(generation, keys, chains):
-                actor.start_probe(generation, keys, chains)
+                actor.probes.start(generation, keys, chains)
             case TouchBlocks(keys):
                 actor.touch(keys)

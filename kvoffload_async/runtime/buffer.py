@@ -1,83 +1,16 @@
-"""The primary tier's memory: one mapping with a row per slot, and the holders of its views."""
+"""The primary tier's memory: one mapping with a row per slot."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import mmap
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
-from types import (
-    AsyncGeneratorType,
-    CellType,
-    CoroutineType,
-    FrameType,
-    FunctionType,
-    GeneratorType,
-    ModuleType,
-)
 
 import numpy as np
 
 from kvoffload_async.errors import ConfigError
-
-_MOST_NAMES = 8
-_MOST_STEPS = 6
-"""How many containers deep holders are searched: each step scans every object."""
-_MOST_FOLLOWED = 256
-"""Maximum number of containers followed per step."""
-
-_CONTAINERS = (dict, list, tuple, set, frozenset, deque, CellType, memoryview)
-_CODE_OF = {
-    FrameType: ("frame of", "f_code"),  # usually kept by an exception
-    CoroutineType: ("coroutine", "cr_code"),
-    GeneratorType: ("generator", "gi_code"),
-    AsyncGeneratorType: ("generator", "ag_code"),
-}
-_EXPORT = "managedbuffer"
-"""Type of the object between memory and its views; not accessible in Python."""
-
-
-def describe_holders(memory: object, ignored: Iterable[object] = ()) -> str:
-    """Describe the functions and types that hold a view of `memory`, without contents.
-
-    Args:
-        memory: The object that exports the views.
-        ignored: Holders to omit.
-    """
-    names: dict[str, None] = {}
-    known = {id(memory), *map(id, ignored)}
-    links: list[object] = [memory]
-    for _ in range(_MOST_STEPS):
-        followed = {id(link) for link in links}
-        referrers = [r for r in gc.get_referrers(*links) if r is not links and id(r) not in known]
-        known.update(map(id, referrers), (id(links), id(referrers)))
-        links = []
-        for referrer in referrers:
-            if isinstance(referrer, _CONTAINERS) or type(referrer).__name__ == _EXPORT:
-                links.append(referrer)
-            elif not (isinstance(referrer, FunctionType) and id(referrer.__globals__) in followed):
-                names[_name_of(referrer)] = None
-        del links[_MOST_FOLLOWED:]
-        if not links or len(names) >= _MOST_NAMES:
-            break
-    # The garbage collector knows neither arrays nor locals of running functions.
-    return ", ".join(list(names)[:_MOST_NAMES]) or "arrays, code in C or running functions"
-
-
-def _name_of(holder: object) -> str:
-    kind = type(holder)
-    if kind in _CODE_OF:
-        word, attribute = _CODE_OF[kind]
-        return f"the {word} {getattr(holder, attribute).co_qualname}"
-    if isinstance(holder, FunctionType):
-        return f"the function {holder.__module__}.{holder.__qualname__}"
-    if isinstance(holder, ModuleType):
-        return f"the module {holder.__name__}"
-    return f"an object of type {kind.__module__}.{kind.__qualname__}"
-
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +23,7 @@ def row_stride_bytes(block_bytes: int, num_workers: int = 1, page_bytes: int = P
 
 
 def rows_within(size_bytes: int, block_bytes: int, num_workers: int = 1) -> tuple[int, int]:
-    """Return the number of rows that fit into `cpu_bytes_to_use`, and the bytes of one.
+    """Return the number of rows that fit into `cpu_bytes_to_use`, and the bytes of a row.
 
     Raises:
         ConfigError: No row fits.
@@ -105,7 +38,7 @@ def rows_within(size_bytes: int, block_bytes: int, num_workers: int = 1) -> tupl
 
 
 class Pages(mmap.mmap):
-    """A mapping that tracks who copies to or from it; see `abc.pages`.
+    """A memory mapping that tracks the components copying to or from it; see `abc.pages`.
 
     Attributes:
         when_idle: Called when the last hold is released. Thread: the releasing one.
@@ -115,11 +48,11 @@ class Pages(mmap.mmap):
 
     @property
     def holders(self) -> list[str]:
-        """Names of those that copy to or from the memory now."""
+        """Names of the components that copy to or from the memory now."""
         return list(self._holders().values())
 
     def hold(self, who: str) -> Callable[[], None]:
-        """See `hold_pages`."""
+        """Mark the memory as in use by a component; see `hold_pages`."""
         token = object()
         self._holders()[token] = who
 
@@ -136,7 +69,7 @@ class Pages(mmap.mmap):
 
 
 class PrimaryBuffer:
-    """`num_slots` rows of `stride_bytes`; `view` has shape `[num_slots, stride_bytes]` uint8."""
+    """The primary's memory; `view` has shape `[num_slots, stride_bytes]` uint8."""
 
     def __init__(
         self,
@@ -168,8 +101,7 @@ class PrimaryBuffer:
         """Return the memory to the system; idempotent. Call it when no job runs.
 
         While transports hold it, it stays mapped until the last hold is released. If other views
-        exist, its pages are freed but the address range stays mapped, with a warning that names the
-        holders.
+        exist, its pages are freed but the address range stays mapped, with a warning.
 
         Args:
             is_idle: Whether no holder of a view is copying.
@@ -213,14 +145,11 @@ class PrimaryBuffer:
                 self._map.madvise(mmap.MADV_DONTNEED)
             except OSError as error:  # for example, locked memory
                 what = f"its pages could not be freed ({error})"
-        if not logger.isEnabledFor(logging.WARNING):
-            return  # the search for holders scans every object of the process
         logger.warning(
-            "the primary buffer is still in use and its %d bytes of addresses stay mapped: %s; "
-            "views of it are held by %s",
+            "the primary buffer is still in use, because there are views of it, and its %d bytes "
+            "of addresses stay mapped: %s",
             len(self._map),
             what,
-            describe_holders(self._map, ignored=(self, self.__dict__)),
         )
 
 

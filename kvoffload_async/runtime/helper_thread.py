@@ -25,7 +25,7 @@ class HelperThread:
     """
 
     def __init__(self, name: str) -> None:
-        """Start the thread; raises RuntimeError if that is impossible."""
+        """Start the thread; raises RuntimeError if the thread cannot be started."""
         calls: _Calls = SimpleQueue()
         self._calls = calls
         self._thread = threading.Thread(target=_serve, args=(calls,), name=name, daemon=True)
@@ -45,7 +45,7 @@ class HelperThread:
         return answer
 
     def end(self, timeout_s: float = 0.0) -> None:
-        """Let the thread end after the calls so far, and wait for that; idempotent."""
+        """Let the thread end after the calls queued so far, and wait for its end; idempotent."""
         self._end()
         self._thread.join(timeout_s)
 

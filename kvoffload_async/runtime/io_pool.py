@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.errors import (
@@ -33,8 +33,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _Bell = queue.SimpleQueue[None]
-"""Signalled once per call and once per requested helper; a thread consumes one signal per turn."""
+"""Signalled once per call and per requested helper thread; a thread takes one signal per turn."""
 
+
+MOST_QUEUED: Final = 4096
+"""Maximum number of queued calls per direction; one more raises BusyError."""
 
 _STOP_S = 1.0
 """Seconds for idle threads to end."""
@@ -45,11 +48,11 @@ class _Call:
     call: Callable[[], Any]
     future: asyncio.Future[Any]
     is_shared: bool
-    """Whether several threads may run it."""
+    """Whether several threads may run the call together."""
     helpers: int
-    """Number of further threads that may join."""
+    """Number of further threads that may join the call."""
     threads: int = 0
-    """Number of threads running it, if shared."""
+    """Number of threads running the call, if it is shared."""
     result: Any = None
     error: BaseException | None = None
 
@@ -61,13 +64,7 @@ class IoPool:
     """
 
     def __init__(
-        self,
-        load_preferring_threads: int = 2,
-        store_preferring_threads: int = 1,
-        payload_free_threads: int = 1,
-        *,
-        queued_calls: int = 4096,
-        name: str = "kvoffload-io",
+        self, load_preferring_threads: int, store_preferring_threads: int, payload_free_threads: int
     ) -> None:
         """Start the threads.
 
@@ -75,12 +72,8 @@ class IoPool:
             load_preferring_threads: Threads that take loads first.
             store_preferring_threads: Threads that take stores first.
             payload_free_threads: Threads that take only calls without payload.
-            queued_calls: Maximum number of queued calls per direction; beyond it, BusyError is
-                raised.
-            name: Prefix of the threads' names.
         """
         self._queues: dict[Direction, deque[_Call]] = {d: deque() for d in Direction}
-        self._queued_calls = queued_calls
         self._wanting: dict[_Call, None] = {}
         """Running calls that another thread may join."""
         self._mutex = threading.Lock()
@@ -106,7 +99,7 @@ class IoPool:
         try:
             for number, order in enumerate(orders):
                 thread = threading.Thread(
-                    target=self._work, args=(order,), name=f"{name}-{number}", daemon=True
+                    target=self._work, args=(order,), name=f"kvoffload-io-{number}", daemon=True
                 )
                 thread.start()
                 self._threads.append(thread)
@@ -130,7 +123,17 @@ class IoPool:
 
         Thread: loop.
         """
-        work = self._submit(direction, call, helpers, LastingFuture(withdraw))
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+        work = _Call(call, LastingFuture(withdraw), helpers > 0, helpers)
+        with self._mutex:
+            if self._stopping:
+                raise TierClosedError("the I/O pool is closed")
+            if len(self._queues[direction]) >= MOST_QUEUED:
+                raise BusyError(f"{MOST_QUEUED} calls are queued")
+            self._queues[direction].append(work)
+        for _ in range(1 + helpers):
+            self._bells[direction].put(None)
         self._awaited[work] = None
         try:
             return await work.future  # type: ignore[no-any-return]  # the call's own type
@@ -181,28 +184,6 @@ class IoPool:
             if not work.future.done():
                 error = TierTimeoutError("the system call hangs and was abandoned")
                 work.future.set_exception(error)
-
-    def _submit(
-        self,
-        direction: Direction,
-        call: Callable[[], Any],
-        helpers: int,
-        future: asyncio.Future[Any],
-    ) -> _Call:
-        loop = self._loop
-        if loop is None:
-            loop = self._loop = asyncio.get_running_loop()
-        work = _Call(call, future, helpers > 0, helpers)
-        with self._mutex:
-            if self._stopping:
-                raise TierClosedError("the I/O pool is closed")
-            if len(self._queues[direction]) >= self._queued_calls:
-                raise BusyError(f"{self._queued_calls} calls are queued")
-            self._queues[direction].append(work)
-        bell = self._bells[direction]
-        for _ in range(1 + helpers):
-            bell.put(None)
-        return work
 
     def _work(self, order: tuple[Direction, ...]) -> None:
         bell = self._bells[order[0]]
@@ -276,7 +257,7 @@ class IoPool:
 
 
 def _spent() -> None:
-    """Replaces a call that has been made."""
+    """Take the place of a completed call, whose captured objects can then be freed."""
 
 
 def _as_failure(error: BaseException) -> BaseException:

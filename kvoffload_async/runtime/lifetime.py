@@ -1,4 +1,4 @@
-"""Objects that own threads and memory: unusable in a forked child, and to be closed."""
+"""Guards of objects that own threads and memory: closed once, unusable in a forked child."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _guarded: WeakKeyDictionary[object, dict[str, object]] = WeakKeyDictionary()
 
 
 _GRACE_S: Final = 10.0
-"""Seconds over its deadline that closing may take to end threads."""
+"""Seconds by which closing may exceed its deadline to end threads."""
 
 
 class Closing(Generic[T]):
-    """Has an object closed once, whichever threads ask for it.
+    """Closes an object once, even if several threads ask for it.
 
         OPEN    --run-->         CLOSING   by the calling thread; other callers wait for it
         CLOSING --returned-->    CLOSED    with the outcome, which all callers get
@@ -35,16 +35,16 @@ class Closing(Generic[T]):
     """
 
     def __init__(self) -> None:
-        """Start open."""
+        """Start in the state OPEN."""
         self._lock = threading.Lock()
         self._attempt: Future[T] | None = None
-        """The running or the successful attempt."""
+        """The running or the successful attempt to close."""
         self._closer = 0
         self._until_s = 0.0
 
     @classmethod
     def closed(cls, outcome: T) -> Self:
-        """Return the state CLOSED, with an outcome."""
+        """Return a `Closing` in the state CLOSED, with an outcome."""
         closing = cls()
         closing._attempt = Future()
         closing._attempt.set_result(outcome)
@@ -80,7 +80,7 @@ class Closing(Generic[T]):
         return outcome
 
     def _outcome_of(self, attempt: Future[T]) -> T:
-        """Wait for the attempt of another thread."""
+        """Wait for another thread's attempt to close; return its outcome."""
         if not attempt.done() and self._closer == threading.get_ident():
             raise StateError("closing runs on this thread already; the first call finishes it")
         if not wait([attempt], max(0.0, self._until_s - time.monotonic())).done:

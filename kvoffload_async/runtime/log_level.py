@@ -11,11 +11,8 @@ from kvoffload_async.errors import ConfigError
 
 PACKAGE_LOGGER: Final = "kvoffload_async"
 LEVEL_VARIABLE: Final = "KVOFFLOAD_LOG_LEVEL"
-LEVELS: Final = {
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warning": logging.WARNING,
-    "error": logging.ERROR,
+LEVELS: Final[dict[str, int]] = {
+    name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error")
 }
 
 
@@ -37,7 +34,7 @@ def level_from_environment() -> int | None:
 
 
 def show_log() -> None:
-    """Show the package's log from the level named by the environment, if any.
+    """Enable the package's log at the level named by the environment, if any.
 
     For servers that configure only their own loggers, such as vLLM: without a handler, log lines
     are written to standard error.

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol, Self, TypeVar
+from typing import Any, TypeVar
 
 from kvoffload_async.errors import ClosedError, StateError
 
@@ -21,82 +21,45 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class LoopRunner(Protocol):
-    """Interface to an event loop for its owner's thread."""
-
-    def call_soon(self, callback: Callable[..., object], *args: object) -> None:
-        """Schedule a callback on the loop; never blocks.
-
-        Raises:
-            ClosedError: The loop is closed.
-        """
-        ...
-
-    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Run a coroutine and return its result. For opening and closing only.
-
-        Raises:
-            TimeoutError: It did not end in time, and was cancelled.
-            StateError: Called on the loop's own thread, which would deadlock.
-        """
-        ...
-
-    def refuse_own_thread(self, call: str) -> None:
-        """Raise StateError on the loop's own thread, for which `call` would wait for ever."""
-        ...
-
-    def wait_until(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until `is_done()`, checked again after every `notify`; False on timeout."""
-        ...
-
-    def notify(self) -> None:
-        """Wake the thread in `wait_until`. Thread: any."""
-        ...
-
-    def has_ended(self) -> bool:
-        """Return whether the loop is closed, so that nothing on it will ever end."""
-        ...
-
-    def now_s(self) -> float:
-        """Return this runner's monotonic time in seconds."""
-        ...
-
-    def close(self, timeout_s: float) -> None:
-        """Stop the loop. Idempotent."""
-        ...
-
-
-class ThreadsafeRunner:
-    """A `LoopRunner` for an event loop that runs on another thread."""
+class LoopRunner:
+    """Access to an event loop for its owner's thread; the loop runs on another thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Use `loop`."""
+        """Give access to `loop`."""
         self._loop = loop
         self._progress = threading.Event()
         self._is_waited_for = False
         self._closed = False
         self.now_s: Callable[[], float] = time.monotonic
-        """See `LoopRunner.now_s`."""
-        self.has_ended: Callable[[], bool] = loop.is_closed
-        """See `LoopRunner.has_ended`."""
+        """Returns this runner's monotonic time in seconds."""
 
     def call_soon(self, callback: Callable[..., object], *args: object) -> None:
-        """See `LoopRunner.call_soon`. Thread: any."""
+        """Schedule a callback on the loop; never blocks. Thread: any.
+
+        Raises:
+            ClosedError: The loop is closed.
+        """
         try:
             self._loop.call_soon_threadsafe(callback, *args)
         except RuntimeError as error:
             raise ClosedError("the loop thread is closed") from error
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """See `LoopRunner.run`. Thread: any but the loop's."""
+        """Run a coroutine and return its result. For opening and closing only.
+
+        Thread: any but the loop's.
+
+        Raises:
+            TimeoutError: It did not end in time, and was cancelled.
+            StateError: Called on the loop's own thread, which would deadlock.
+        """
         try:
             self.refuse_own_thread("run()")
+            if self._closed:
+                raise ClosedError("the loop thread is closed")
         except StateError:
             coroutine.close()
             raise
-        if self._closed:
-            coroutine.close()
-            raise ClosedError("the loop thread is closed")
         try:
             future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         except RuntimeError as error:  # the loop was closed
@@ -112,7 +75,7 @@ class ThreadsafeRunner:
             del future, coroutine  # avoid a reference cycle of exception and frame
 
     def refuse_own_thread(self, call: str) -> None:
-        """See `LoopRunner.refuse_own_thread`."""
+        """Raise StateError on the loop's own thread, where `call` would deadlock."""
         if _running_loop() is self._loop:
             raise StateError(
                 f"{call} was called on the loop's own thread, which would deadlock it; call it "
@@ -120,7 +83,10 @@ class ThreadsafeRunner:
             )
 
     def wait_until(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
-        """See `LoopRunner.wait_until`. Thread: any but the loop's, one at a time."""
+        """Wait until `is_done()`, checked again after every `notify`; False on timeout.
+
+        Thread: any but the loop's, one at a time.
+        """
         deadline_s = time.monotonic() + timeout_s
         while True:
             self._progress.clear()
@@ -137,16 +103,20 @@ class ThreadsafeRunner:
         return True
 
     def notify(self) -> None:
-        """See `LoopRunner.notify`."""
+        """Wake the thread in `wait_until`. Thread: any."""
         if self._is_waited_for:
             self._progress.set()
 
+    def has_ended(self) -> bool:
+        """Return whether the loop is closed, so that its unfinished tasks will never end."""
+        return self._loop.is_closed()
+
     def close(self, timeout_s: float = 5.0) -> None:
-        """Refuse further work; the loop is stopped by its owner."""
+        """Refuse further work; the loop is stopped by its owner. Idempotent."""
         self._closed = True
 
 
-class SameLoopRunner(ThreadsafeRunner):
+class SameLoopRunner(LoopRunner):
     """A `LoopRunner` for the caller's own loop: progress is reported by a callback.
 
     Blocking methods (`run`, `wait_until`) are called from a helper thread while the owner awaits
@@ -161,7 +131,7 @@ class SameLoopRunner(ThreadsafeRunner):
         super().__init__(loop)
         self._on_progress = on_progress
         self.thread_id = threading.get_ident()
-        """The loop's thread, which creates this object."""
+        """Id of the loop's thread, which creates this object."""
         self.now_s = clock_of(loop)
         """See `LoopRunner.now_s`: the loop's time, by which its callers set their deadlines."""
 
@@ -188,27 +158,23 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
-class LoopThread(ThreadsafeRunner):
-    """Runs an event loop on a thread for its owner; a `LoopRunner` and a context manager.
+class LoopThread(LoopRunner):
+    """Runs an event loop on a thread for its owner; a `LoopRunner`.
 
     The thread does only I/O bookkeeping and holds no policy state. It is a daemon, so that a loop
     that cannot be stopped does not keep the process alive.
     """
 
     def __init__(
-        self,
-        name: str = "kvoffload-loop",
-        loop_factory: Callable[[], asyncio.AbstractEventLoop] = new_event_loop,
-        on_progress: Callable[[], object] | None = None,
+        self, name: str = "kvoffload-loop", on_progress: Callable[[], object] | None = None
     ) -> None:
         """Start the thread.
 
         Args:
             name: Its name.
-            loop_factory: Creates the loop.
             on_progress: Called on the thread after one or several calls of `notify`.
         """
-        super().__init__(loop_factory())
+        super().__init__(new_event_loop())
         self._on_progress = on_progress
         self._is_called = False
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
@@ -217,12 +183,6 @@ class LoopThread(ThreadsafeRunner):
         except BaseException:
             self._loop.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exc_info: object) -> None:
-        self.close()
 
     def notify(self) -> None:
         """See `LoopRunner.notify`."""
@@ -255,9 +215,16 @@ class LoopThread(ThreadsafeRunner):
             logger.warning("%s did not stop within %s s", self._thread.name, timeout_s)
 
     def _main(self) -> None:
+        """Run the loop until `close`; restart it if anything else stops it."""
         asyncio.set_event_loop(self._loop)
         try:
-            self._run_until_closed()
+            self._loop.run_forever()
+            if not self._closed:
+                logger.error(
+                    "%s was stopped by a task or callback, and was restarted", self._thread.name
+                )
+            while not self._closed:
+                self._loop.run_forever()
         finally:
             try:
                 self._end_tasks()
@@ -269,25 +236,11 @@ class LoopThread(ThreadsafeRunner):
         if left:
             names = ", ".join(sorted(task.get_name() for task in left))
             logger.warning("%s stopped with unfinished tasks: %s", self._thread.name, names)
-            self._cancel(left)
-            self._loop.set_exception_handler(_repeat_quietly)
-
-    def _run_until_closed(self) -> None:
-        """Run the loop until `close`; restart it if anything else stops it."""
-        self._loop.run_forever()
-        if not self._closed:
-            logger.error(
-                "%s was stopped by a task or callback, and was restarted", self._thread.name
-            )
-        while not self._closed:
+            for task in left:
+                task.cancel()
+            self._loop.call_later(0.05, self._loop.stop)  # orphaned copies do not end
             self._loop.run_forever()
-
-    def _cancel(self, tasks: set[asyncio.Task[Any]]) -> None:
-        """Cancel tasks and run the loop briefly; orphaned copies do not end."""
-        for task in tasks:
-            task.cancel()
-        self._loop.call_later(0.05, self._loop.stop)
-        self._loop.run_forever()
+            self._loop.set_exception_handler(_repeat_quietly)
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:
@@ -299,7 +252,7 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 def _repeat_quietly(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Log a message about a pending task that is destroyed at DEBUG: it was named before."""
+    """Log the destruction of a pending task at DEBUG: a warning has already named the task."""
     task = context.get("task")
     if task is None or task.done():
         loop.default_exception_handler(context)

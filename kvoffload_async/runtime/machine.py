@@ -49,15 +49,21 @@ def _memory_limits(root: Path) -> Iterator[Limit]:
 
 
 def filesystem_limit(directory: str) -> Limit | None:
-    """Return the size of a directory's filesystem; None if it reports none."""
+    """Return the size of a directory's filesystem; None if it reports no size."""
+    if (space := space_of(directory)) is None:
+        return None
+    return Limit(space.f_blocks * space.f_frsize, f"the filesystem of {directory!r}")
+
+
+def space_of(directory: str | Path) -> os.statvfs_result | None:
+    """Return the `statvfs` of a directory's filesystem; None if it has no or an unknown size."""
     try:
         found = os.statvfs(directory)
     except OSError as error:
         if error.errno not in REFUSALS:
             raise
         return None
-    size_bytes = found.f_blocks * found.f_frsize
-    return Limit(size_bytes, f"the filesystem of {directory!r}") if size_bytes else None
+    return found if found.f_blocks else None
 
 
 def temporary_directory() -> str:

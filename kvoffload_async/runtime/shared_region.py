@@ -26,12 +26,13 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from kvoffload_async.errors import ConfigError, StateError
 from kvoffload_async.runtime.buffer import PAGE_BYTES, Pages, PrimaryBuffer, rows_within
-from kvoffload_async.system_calls import REFUSALS, REMEDY, RefusedCallError, naming_refusal
+from kvoffload_async.runtime.machine import space_of
+from kvoffload_async.system_calls import REMEDY, RefusedCallError, naming_refusal
 
 NOTE_BYTES = 16
 _CELL_BYTES = 8
@@ -66,7 +67,6 @@ class SharedBuffer(PrimaryBuffer):
         directory: str | Path = SHARED_MEMORY,
         join_timeout_s: float = 30.0,
         note: bytes = b"",
-        free_bytes: Callable[[Path], int | None] | None = None,
     ) -> None:
         """Create the mapping or join it; waits for its creator.
 
@@ -82,7 +82,6 @@ class SharedBuffer(PrimaryBuffer):
             directory: Directory of the file until all have arrived, on an in-memory filesystem.
             join_timeout_s: Seconds until the sizes are known and the file has its own.
             note: Message for the other participants, at most `NOTE_BYTES`.
-            free_bytes: Returns a directory's free space in bytes, or None for "no limit".
 
         Raises:
             ConfigError: There is not enough space, another engine uses the name, the participants'
@@ -107,7 +106,7 @@ class SharedBuffer(PrimaryBuffer):
             mapped_bytes = _whole_pages(rows_bytes + num_slots)
             file_bytes = header_bytes + mapped_bytes
             if self.is_creator:
-                _require_room(mapped_bytes, self._directory, free_bytes or free_space_bytes)
+                _require_room(mapped_bytes, self._directory)
                 os.ftruncate(self._file, file_bytes)
             else:
                 _await_size(self._file, file_bytes, self._path, deadline_s, header_bytes)
@@ -129,7 +128,7 @@ class SharedBuffer(PrimaryBuffer):
         return participant not in self._missing(_ARRIVED)
 
     def notes(self, timeout_s: float = 30.0) -> list[bytes]:
-        """Return every participant's note, by number; waits until all have arrived.
+        """Return the participants' notes, in participant order; waits until all have arrived.
 
         Raises:
             TimeoutError: Some have not arrived in time.
@@ -139,12 +138,12 @@ class SharedBuffer(PrimaryBuffer):
         return [notes[at : at + NOTE_BYTES] for at in range(0, len(notes), NOTE_BYTES)]
 
     def remove_name(self) -> None:
-        """Remove the file's name if it still has one; the memory is kept."""
+        """Unlink the shared file if it still has a name; the memory is kept."""
         if self._is_file_open:
             _remove_name(self._path, self._file)
 
     def release(self, *, is_idle: bool = True) -> bool:
-        """Release the memory, see `PrimaryBuffer`, and remove the name if it still exists.
+        """Release the memory as `PrimaryBuffer` does, and unlink the file if it still has a name.
 
         The pages are shared: they are freed when the last participant releases them, even if other
         address ranges are still mapped.
@@ -163,7 +162,7 @@ class SharedBuffer(PrimaryBuffer):
     def _agree(
         self, participant: int, cell_bytes: int, unequal: Collection[int], deadline_s: float
     ) -> int:
-        """Announce the size of a cell; return the one that all participants use."""
+        """Announce this participant's cell size; return the size that all participants use."""
         self._require_new(participant)
         at = self._cells_at + participant * _CELL_BYTES
         os.pwrite(self._file, struct.pack("<Q", cell_bytes), at)
@@ -182,7 +181,7 @@ class SharedBuffer(PrimaryBuffer):
         return max(sizes.values())
 
     def _arrive(self, participant: int, note: bytes) -> None:
-        """Record the arrival; the last participant removes the name."""
+        """Record this participant's arrival; the last participant unlinks the file."""
         self._require_new(participant)
         os.pwrite(self._file, note, self._notes_at + participant * NOTE_BYTES)
         os.pwrite(self._file, bytes([_ARRIVED]), participant)
@@ -197,7 +196,7 @@ class SharedBuffer(PrimaryBuffer):
             )
 
     def _missing(self, mark: int) -> list[int]:
-        """Return the participants that have not announced themselves or arrived."""
+        """Return the participants that have not reached `mark`: announced, or arrived."""
         return [number for number, found in enumerate(self._read(0, 1)) if found < mark]
 
     def _await_marks(self, participants: Collection[int], mark: int, deadline_s: float) -> None:
@@ -214,7 +213,7 @@ class SharedBuffer(PrimaryBuffer):
         return os.pread(self._file, size_bytes, at).ljust(size_bytes, b"\0")
 
     def _undo(self, mapping: Pages | None, *, remove: bool) -> None:
-        """Close what was opened, after the arrival has failed."""
+        """Close the file and the mapping after a failed arrival."""
         with contextlib.ExitStack() as closing:
             closing.callback(self._close_file)
             if mapping is not None:
@@ -251,7 +250,7 @@ class SharedBuffer(PrimaryBuffer):
 
 
 def file_name(name: str) -> str:
-    """Return the file name for this name and user.
+    """Return the file name for a region's name and the current user.
 
     The name is hashed, because it may be any text; the user's id separates users.
     """
@@ -259,18 +258,13 @@ def file_name(name: str) -> str:
 
 
 def free_space_bytes(directory: Path) -> int | None:
-    """Return the free bytes of a directory's filesystem; None if it has no limit, or is unknown."""
-    try:
-        space = os.statvfs(directory)
-    except OSError as error:
-        if error.errno not in REFUSALS:
-            raise
-        return None
-    return space.f_bavail * space.f_frsize if space.f_blocks else None
+    """Return the free bytes of a directory's filesystem; None if they are unlimited or unknown."""
+    space = space_of(directory)
+    return None if space is None else space.f_bavail * space.f_frsize
 
 
 def _enter(path: Path, deadline_s: float) -> tuple[int, bool]:
-    """Open and lock the file; return its descriptor, and whether it was created here."""
+    """Open and lock the shared file; return its descriptor, and whether this call created it."""
     while True:
         for create in (True, False):
             try:
@@ -308,16 +302,14 @@ def _await_size(
             )
 
 
-def _require_room(
-    size_bytes: int, directory: Path, free_bytes: Callable[[Path], int | None]
-) -> None:
-    available = free_bytes(directory)
+def _require_room(size_bytes: int, directory: Path) -> None:
+    available = free_space_bytes(directory)
     if available is not None and size_bytes > available:
         raise _no_room(size_bytes, directory, f"only {available} are free")
 
 
 def _reserve(file: int, size_bytes: int, directory: Path) -> None:
-    """Allocate all pages now."""
+    """Allocate all pages of the file now."""
     try:
         with naming_refusal("fallocate"):
             os.posix_fallocate(file, 0, size_bytes)
@@ -330,7 +322,7 @@ def _reserve(file: int, size_bytes: int, directory: Path) -> None:
 
 
 def _populate(mapping: Pages, first: int) -> None:
-    """Map all pages, from byte `first` on and then those before: a first access is a page fault.
+    """Pre-fault all pages of the mapping: first those from byte `first` on, then those before.
 
     Participants begin in different places, since the first one to reach a page clears it. Before
     Linux 5.14, pages are mapped by their first accesses.
@@ -404,7 +396,7 @@ def _closing_on_error(file: int) -> Iterator[None]:
 
 
 def _objection(found: os.stat_result) -> str:
-    """Return why a file is not private to this user; empty if it is, with one name or none."""
+    """Return why a file is not private to this user, or has several names; otherwise empty."""
     if found.st_uid != os.geteuid():
         return f"it belongs to user {found.st_uid}"
     if not stat.S_ISREG(found.st_mode):
@@ -422,7 +414,7 @@ def _not_private(path: Path, why: str) -> ConfigError:
 
 
 def _remove_name(path: Path, file: int) -> None:
-    """Remove the name of an open file, unless it was replaced."""
+    """Unlink an open file, unless another file has replaced it."""
     # In a directory where only owners may remove names, another user's file stays.
     with contextlib.suppress(FileNotFoundError, PermissionError):
         if os.path.samestat(path.lstat(), os.fstat(file)):

@@ -26,14 +26,14 @@ _logger = logging.getLogger(__name__)
 MAX_FILE_BYTES: Final = 256 * 1024 * 1024
 """Size at which a file is rotated: an hour of a busy host, a week of a quiet one."""
 _MAX_WAITING: Final = 1024
-"""Requests that may wait for the disk; more are dropped and counted."""
+"""Maximum number of requests waiting to be written; more are dropped and counted."""
 _ANSWER_S: Final = 10.0
-"""Deadline in seconds for the disk to answer at the start."""
+"""Timeout in seconds for the disk to respond at the start."""
 _BEGINNING: Final = b'{"timestamp": '
 
 
 class TraceFiles:
-    """The file of a trace and its predecessor, in a folder that is opened once.
+    """A trace file and its predecessor, in a folder that is opened once.
 
     Only regular files that begin like a trace, and that no other engine writes, are replaced. No
     symbolic link is followed. New files have mode 0600.
@@ -50,7 +50,7 @@ class TraceFiles:
         self._ops.enter(os.path.dirname(path), Modes(file_mode=0o600), make=False)  # noqa: PTH120
 
     def check(self, *, are_free: bool = False) -> bool:
-        """Return whether there is a trace that a new one makes the predecessor.
+        """Return whether a trace exists, which a new trace would make the predecessor.
 
         Args:
             are_free: Whether no other engine may be writing there.
@@ -62,7 +62,7 @@ class TraceFiles:
         return self._is_trace(self._path, are_free)
 
     def create(self) -> int:
-        """Return the descriptor of a new file, locked until `close`.
+        """Return the descriptor of a new trace file, locked until `close`.
 
         Raises:
             OSError: See `check`, or the file cannot be created.
@@ -85,7 +85,7 @@ class TraceFiles:
         self._ops.close(fd)
 
     def _is_trace(self, path: str, is_free: bool) -> bool:
-        """Return whether there is a trace; False if the file is absent or empty."""
+        """Return whether a trace exists at a path; False if the file is absent or empty."""
         try:
             fd = self._ops.open(path, os.O_RDONLY)
         except FileNotFoundError:
@@ -113,7 +113,7 @@ def check_trace_files(path: str) -> None:
 
 
 def _answer(path: str, call: Callable[[], T]) -> T:
-    """Return what a call on a disk returns, which must answer in time."""
+    """Return the result of a disk call; raises ConfigError if it fails or times out."""
     try:
         return answered(call, _ANSWER_S)
     except OSError as error:
@@ -135,14 +135,13 @@ class TraceRecorder:
         dropped_requests: Requests that were not recorded, as the disk was too slow or failed.
     """
 
-    def __init__(self, path: str, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
+    def __init__(self, path: str) -> None:
         """Create the file and start the thread; an existing trace is rotated away.
 
         Raises:
             ConfigError: The path, or its predecessor's, is something else, or cannot be written.
         """
         self._path = path
-        self._max_file_bytes = max_file_bytes
         self._secret = os.urandom(16)
         self._start_s = time.monotonic()
         self._waiting: queue.Queue[tuple[float, Sequence[OffloadKey]] | None] = queue.Queue(
@@ -160,7 +159,7 @@ class TraceRecorder:
             raise
 
     def note(self, ctx: ReqContext, used: Sequence[OffloadKey]) -> None:
-        """Record a request that has ended; its prompt is that of its first KV-cache group.
+        """Record an ended request by the blocks of its first KV-cache group.
 
         Args:
             ctx: The request.
@@ -179,16 +178,22 @@ class TraceRecorder:
             self.dropped_requests += 1
 
     def close(self, timeout_s: float) -> None:
-        """Write the requests that wait, for `timeout_s` seconds at most; idempotent."""
+        """Write the queued requests, for at most `timeout_s` seconds, and stop; idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
         deadline_s = time.monotonic() + timeout_s
         try:
             self._waiting.put(None, timeout=timeout_s)
+            self._thread.join(max(0.0, deadline_s - time.monotonic()))
         except queue.Full:
-            return  # the disk hangs; the thread is a daemon
-        self._thread.join(max(0.0, deadline_s - time.monotonic()))
+            pass  # the disk hangs; the thread is a daemon
+        if self.dropped_requests:
+            _logger.warning(
+                "record_trace: %s lacks %d requests: the disk was too slow, or failed",
+                self._path,
+                self.dropped_requests,
+            )
 
     def _run(self) -> None:
         try:
@@ -205,13 +210,13 @@ class TraceRecorder:
                 self.dropped_requests += 1
 
     def _write_file(self) -> bool:
-        """Write one file and close it; return whether it is full."""
+        """Write requests to one file and close it; return whether it is full."""
         try:
             with os.fdopen(self._fd, "w", encoding="ascii", closefd=False) as file:
                 size_bytes = 0
                 while (request := self._waiting.get()) is not None:
                     size_bytes += self._write(file, *request)
-                    if size_bytes >= self._max_file_bytes:
+                    if size_bytes >= MAX_FILE_BYTES:
                         return True
             return False
         finally:

@@ -1,1 +1,1 @@
-"""The status of a running engine: the socket that reports it, and what reads it."""
+"""The status socket of a running engine, its client, and changes between reports."""

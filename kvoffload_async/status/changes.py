@@ -12,7 +12,6 @@ from kvoffload_async.statistics import (
     EngineStatistics,
     HistogramStatistics,
     OffloadingStatistics,
-    TierStatistics,
 )
 from kvoffload_async.status.client import EngineReport
 
@@ -21,7 +20,6 @@ WINDOW_S: Final = 60.0
 _MAX_READINGS: Final = 600
 
 Count = Callable[[OffloadingStatistics], float]
-TierCount = Callable[[TierStatistics], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +78,8 @@ class Readings:
         seconds = self._age_s(before)
         return self._grown(count, before) / seconds if seconds > 0 else 0.0
 
-    def tier_rate(self, index: int, count: TierCount) -> float:
-        """Return a tier counter's increase per second since the previous reading."""
-        return self.rate(lambda stats: count(stats.tiers[index]))
-
     def share(self, part: Count, whole: Count) -> float | None:
-        """Return the ratio of two counters' increases in the window; None without increase."""
+        """Return the ratio of two counters' increases in the window; None for a zero divisor."""
         total = self._grown(whole, self._first)
         return self._grown(part, self._first) / total if total > 0 else None
 

@@ -42,7 +42,6 @@ class EngineReport:
         uptime_s: Seconds since the engine was configured, by a monotonic clock.
         statistics: Result of `stats()`.
         slowest: The slowest recent requests; None if the engine does not record them.
-        socket: Counters of the socket's connections.
     """
 
     version: int
@@ -52,7 +51,6 @@ class EngineReport:
     uptime_s: float
     statistics: OffloadingStatistics
     slowest: tuple[SlowRequest, ...] | None = None
-    socket: Mapping[str, int]
 
 
 def ask(path: str, timeout_s: float = 5.0) -> str:

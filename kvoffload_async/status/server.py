@@ -1,4 +1,4 @@
-"""The status socket of a running engine: one request line, its statistics as one line of JSON.
+"""The status socket of a running engine: answers each request with one line of JSON.
 
 The Unix socket is served by its own thread instead of the event loop: with `OffloadEngine` the loop
 is that of the server's requests, which clients of the socket must not delay. The thread serves one
@@ -20,8 +20,8 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 from weakref import WeakMethod, WeakSet
@@ -41,7 +41,7 @@ STATUS_REQUEST: Final = b"status"
 STATUS_VERSION: Final = 1
 """Version of the JSON format; a new field does not change the version."""
 MAX_QUEUED: Final = 16
-"""Connections waiting to be accepted; the system refuses more."""
+"""Maximum number of connections waiting to be accepted; the system refuses more."""
 MAX_REQUEST_BYTES: Final = 1024
 CONNECTION_TIMEOUT_S: Final = 1.0
 _PAUSE_S: Final = 0.05
@@ -54,35 +54,13 @@ Answer = Callable[[bytes], bytes]
 """Maps a request to its response, both without line end; must not raise."""
 
 
-@dataclass(slots=True)
-class SocketCounters:
-    """Counters of connections.
-
-    Attributes:
-        answered: Connections that received their response.
-        refused: Connections with a too long request.
-        timed_out: Connections that did not complete in time.
-        broken_off: Connections closed early by the client.
-    """
-
-    answered: int = 0
-    refused: int = 0
-    timed_out: int = 0
-    broken_off: int = 0
-
-    def read(self) -> dict[str, int]:
-        """Return the counters by name."""
-        return asdict(self)
-
-
 class StatusSocket:
-    """Listens from construction, and answers from `serve` until `close`.
+    """A Unix socket that listens from construction, and answers from `serve` until `close`.
 
     Not thread-safe; call only from the owner's thread.
 
     Attributes:
         path: Path of the socket.
-        counters: Counters of connections.
     """
 
     def __init__(self, path: str) -> None:
@@ -93,19 +71,23 @@ class StatusSocket:
                 created.
         """
         self.path = path
-        self.counters = SocketCounters()
         self._errors = ErrorLog(logger, "answering a client of the status socket")
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._peer: socket.socket | None = None
         """The connection being served."""
         self._closed = False
-        with _usable(path):
+        try:
             self._listener, self._identity = _listen(path)
+        except OSError as error:
+            raise ConfigError(
+                f"status_socket: cannot create a socket at {path!r}: {error.strerror or error}; "
+                "give a path in an existing directory that this user can write to"
+            ) from error
         _open_sockets.add(self)
 
     def serve(self, answer: Answer) -> None:
-        """Start answering, on a separate thread; raises RuntimeError without one."""
+        """Start a thread that answers clients; raises RuntimeError if it cannot be started."""
         thread = threading.Thread(
             target=self._run, args=(answer,), name="kvoffload-status", daemon=True
         )
@@ -144,33 +126,25 @@ class StatusSocket:
             self._listener.close()
 
     def _serve_next(self, answer: Answer) -> None:
-        """Wait for a client and answer its request."""
+        """Wait for a client, and answer its request if it is not too long."""
         try:
             peer, _ = self._listener.accept()
         except OSError:  # the socket is closed, or no descriptor is free
             return
-        with peer:
+        # If the client is too slow or has gone, the next one is served.
+        with peer, contextlib.suppress(OSError):
             self._peer = peer
             try:
-                if self._stop.is_set():
-                    return
-                request = _request_of(peer)
-                if request is None:
-                    self.counters.refused += 1
+                if self._stop.is_set() or (request := _request_of(peer)) is None:
                     return
                 response = answer(request) + b"\n"
                 peer.settimeout(CONNECTION_TIMEOUT_S)
                 peer.sendall(response)
-                self.counters.answered += 1
-            except TimeoutError:
-                self.counters.timed_out += 1
-            except OSError:
-                self.counters.broken_off += 1
             finally:
                 self._peer = None
 
     def _remove(self) -> None:
-        """Remove the path unless another file replaced it; idempotent.
+        """Remove the socket file unless another file has replaced it; idempotent.
 
         Call it before closing the listener, because until then the inode number cannot be reused.
         """
@@ -282,17 +256,11 @@ def _remove_stale(path: Path) -> None:
         except BlockingIOError:  # its queue is full
             owner = "a busy process"
         else:
-            owner = f"process {_pid_of(probe)}"
+            given = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+            owner = f"process {struct.unpack('3i', given)[0]}"
     raise ConfigError(
         f"status_socket: {str(path)!r} is in use by {owner}; give each engine a path of its own"
     )
-
-
-def _pid_of(connected: socket.socket) -> int:
-    size = struct.calcsize("3i")
-    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-    pid: int = struct.unpack("3i", credentials)[0]
-    return pid
 
 
 def _identity(path: Path) -> _Identity:
@@ -301,26 +269,8 @@ def _identity(path: Path) -> _Identity:
     return found.st_dev, found.st_ino, found.st_mtime_ns
 
 
-@contextlib.contextmanager
-def _usable(path: str) -> Iterator[None]:
-    """Convert an OSError to a ConfigError that names the option."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"status_socket: cannot create a socket at {path!r}: {error.strerror or error}; give "
-            "a path in an existing directory that this user can write to"
-        ) from error
-
-
 ReadStatistics = Callable[[], OffloadingStatistics]
 ReadSlowest = Callable[[], Sequence[SlowRequest] | None]
-
-
-def path_from_environment() -> str | None:
-    """Return the path from the environment; raises ConfigError."""
-    path = os.environ.get(SOCKET_VARIABLE)
-    return parse_socket_path(path, SOCKET_VARIABLE) if path else None
 
 
 class EngineStatus:
@@ -343,22 +293,27 @@ class EngineStatus:
         self._method = None if read is None else WeakMethod(read)
         self._began_s = time.monotonic()
         self._socket: StatusSocket | None = None
-        self._failed = False
+        self._errors = ErrorLog(logger, "reading the statistics for the status socket")
 
-    def listen(self, path: str | None) -> None:
+    def listen(self, path: str | None, suffix: str = "") -> None:
         """Create the socket if there is a path; clients wait for answers until `serve`.
+
+        Args:
+            path: The configured path; None: that of the environment, if there is one.
+            suffix: Ends the path, for engines that share a configuration.
 
         Raises:
             ConfigError: The socket cannot be created; see `StatusSocket`.
         """
-        self._socket = None if path is None else StatusSocket(path)
+        if path is None and (path := os.environ.get(SOCKET_VARIABLE)):
+            parse_socket_path(path, SOCKET_VARIABLE)
+        self._socket = StatusSocket(path + suffix) if path else None
 
     def serve(self, read: ReadStatistics, read_slowest: ReadSlowest) -> None:
-        """Answer requests with the results of two methods, as long as their object exists."""
+        """Answer requests with the results of two methods, as long as their object is alive."""
         if self._socket is not None:
             method, slowest = self._method or WeakMethod(read), WeakMethod(read_slowest)
-            counters = self._socket.counters
-            self._socket.serve(lambda asked: self._answer(asked, method, slowest, counters.read))
+            self._socket.serve(lambda asked: self._answer(asked, method, slowest))
 
     def close(self) -> None:
         """Remove the socket; idempotent."""
@@ -371,7 +326,6 @@ class EngineStatus:
         request: bytes,
         method: WeakMethod[ReadStatistics],
         slowest: WeakMethod[ReadSlowest],
-        read_counters: Callable[[], Mapping[str, int]],
     ) -> bytes:
         """Return the answer to a request. Runs on the socket's thread."""
         if request.strip() != STATUS_REQUEST:
@@ -380,21 +334,15 @@ class EngineStatus:
         if read is None or read_slowest is None:
             return _error("the engine was garbage-collected without `close()`")
         try:
-            return self._status_line(read(), read_slowest(), read_counters())
+            return self._status_line(read(), read_slowest())
         except OffloadError as error:
             return _error(text_of(error))
         except BaseException as error:  # noqa: BLE001 - a third party's tier; keep serving
-            what = f"the statistics cannot be read: {text_of(error)}"
-            if not self._failed:
-                self._failed = True
-                logger.warning("status socket: %s", what)
-            return _error(what)
+            self._errors.note(error)
+            return _error(f"the statistics cannot be read: {text_of(error)}")
 
     def _status_line(
-        self,
-        stats: OffloadingStatistics,
-        slowest: Sequence[SlowRequest] | None,
-        socket: Mapping[str, int],
+        self, stats: OffloadingStatistics, slowest: Sequence[SlowRequest] | None
     ) -> bytes:
         statistics = asdict(stats)
         for tier in statistics["tiers"]:
@@ -408,7 +356,6 @@ class EngineStatus:
             "kind": type(stats).__name__,
             "statistics": statistics,
             "slowest": None if slowest is None else [asdict(request) for request in slowest],
-            "socket": dict(socket),
         }
         return json.dumps(status, separators=(",", ":"), allow_nan=False).encode()
 
@@ -416,14 +363,12 @@ class EngineStatus:
 def _drop_what_is_no_number(tier: dict[str, Any]) -> None:
     """Remove gauges of a tier that JSON cannot represent."""
     gauges = tier["gauges"] = {
-        str(name): value for name, value in tier["gauges"].items() if _is_number(value)
+        str(name): value
+        for name, value in tier["gauges"].items()
+        if isinstance(value, int | float) and math.isfinite(value)
     }
     for name in ("used_bytes", "capacity_bytes"):
         tier[name] = gauges.get(name)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _error(message: str) -> bytes:

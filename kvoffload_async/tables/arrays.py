@@ -1,4 +1,4 @@
-"""Tables by number, which take memory for the numbers in use and not for their capacity.
+"""Tables indexed by number, which take memory for the numbers in use, not for their capacity.
 
 A directory may have a capacity of hundreds of millions of blocks and contain few: its tables must
 open at once and grow without a pause. The garbage collector does not traverse them.

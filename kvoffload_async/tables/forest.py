@@ -1,4 +1,4 @@
-"""A forest of numbers: which number follows which."""
+"""A forest whose nodes are numbers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kvoffload_async.tables.arrays import integers
 
 
 class NumberForest:
-    """Trees of the numbers below `capacity`, linked through two arrays; each step is constant.
+    """Trees of the numbers below `capacity`, in two arrays; each operation takes constant time.
 
     Where a number leaves, its children are *orphans* until they are taken, attached or detached.
 
@@ -16,7 +16,7 @@ class NumberForest:
     __slots__ = ("_after", "_before", "_capacity", "_orphans")
 
     def __init__(self, capacity: int) -> None:
-        """Start with roots only."""
+        """Start with every number as a root."""
         self._capacity = capacity
         self.clear()
 
@@ -42,7 +42,7 @@ class NumberForest:
         self._put_front(link, link, ring)
 
     def detach(self, number: int) -> None:
-        """Make a number a root, and no orphan; its children stay its children."""
+        """Make a number a root that is no orphan; it keeps its children."""
         link = number + 1
         following, previous = self._after[link], self._before[link]
         if following:
@@ -51,7 +51,7 @@ class NumberForest:
             self._after[link] = 0
 
     def leave(self, number: int) -> None:
-        """Make a number a root without children; those that it had become the first orphans."""
+        """Make a number a root without children; its former children become the first orphans."""
         self.detach(number)
         ring = self._ring_of(number)
         first = self._after[ring]
@@ -66,16 +66,6 @@ class NumberForest:
         number = self._after[self._orphans] - 1
         self.detach(number)
         return number
-
-    def children(self, number: int) -> list[int]:
-        """Return a number's children, the first first. For inspection."""
-        ring = self._ring_of(number)
-        link = self._after[ring]
-        found: list[int] = []
-        while link not in {0, ring}:
-            found.append(link - 1)
-            link = self._after[link]
-        return found
 
     def _ring_of(self, parent: int) -> int:
         return self._capacity + 1 + parent

@@ -1,4 +1,4 @@
-"""Dictionaries from keys to integers that grow in small parts, and tables of both directions."""
+"""Dictionaries from keys to integers that grow in small parts, and bidirectional tables."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ class KeyMap(Collection[OffloadKey]):
     __slots__ = ("distinct", "parts")
 
     def __init__(self, capacity: int = MOST_PARTS * _KEYS_PER_PART) -> None:
-        """Start empty; `capacity` determines the number of parts, and may be exceeded."""
+        """Create an empty map; `capacity` determines the number of parts, and may be exceeded."""
         num_parts = 1  # a divisor of 256; few parts with many keys are fastest
         while num_parts < MOST_PARTS and num_parts * _KEYS_PER_PART < capacity:
             num_parts *= 2
         self.distinct: list[dict[OffloadKey, int]] = [{} for _ in range(num_parts)]
-        """The parts."""
+        """The dictionaries that make up the map."""
         self.parts = self.distinct * (2 * MOST_PARTS // num_parts)
-        """The part for each sum of two hash bytes; list and parts never change."""
+        """The part for each sum of two hash bytes; the list and its parts are never replaced."""
 
     def __len__(self) -> int:
         return sum(map(len, self.distinct))
@@ -110,10 +110,6 @@ class KeyMap(Collection[OffloadKey]):
             part = self.parts[sum(_ends(keys[start]))]
             part.update(zip(keys[start:stop], numbers[start:stop], strict=True))
 
-    def set(self, key: OffloadKey, number: int) -> None:
-        """Set the integer of a key, present or not."""
-        self.parts[key[0] + key[LAST_HASH_BYTE]][key] = number
-
     def discard(self, keys: Iterable[OffloadKey]) -> None:
         """Remove keys; absent ones are ignored."""
         parts = self.parts
@@ -128,7 +124,7 @@ class KeyMap(Collection[OffloadKey]):
         ]
 
     def change(self, keys: Iterable[OffloadKey], number: int) -> list[OffloadKey]:
-        """Set keys to one integer; return those that had another one or were absent."""
+        """Set keys to one integer; return those that had another integer or were absent."""
         parts = self.parts
         changed: list[OffloadKey] = []
         for key in keys:
@@ -138,13 +134,8 @@ class KeyMap(Collection[OffloadKey]):
                 changed.append(key)
         return changed
 
-    def take(self, keys: Iterable[OffloadKey]) -> list[int]:
-        """Remove present keys; return their integers."""
-        parts = self.parts
-        return [parts[key[0] + key[LAST_HASH_BYTE]].pop(key) for key in keys]
-
     def following(self, key: OffloadKey | None, count: int) -> list[OffloadKey]:
-        """Return `count` keys, or all that are left, in an order that is fixed for all keys.
+        """Return the next `count` keys, or all that are left, in an order fixed for all keys.
 
         Its cost depends on `count` and the size of a part, not on the number of keys before.
 
@@ -172,11 +163,6 @@ class KeyMap(Collection[OffloadKey]):
         copied.parts = copied.distinct * (2 * MOST_PARTS // len(copied.distinct))
         return copied
 
-    def merge(self, other: KeyMap) -> None:
-        """Add another map's keys, with their integers."""
-        for key, number in other.items():
-            self.set(key, number)
-
     def clear(self) -> None:
         """Remove all keys."""
         for part in self.distinct:
@@ -184,7 +170,7 @@ class KeyMap(Collection[OffloadKey]):
 
 
 def require_keys(keys: Collection[OffloadKey]) -> None:
-    """Raise StateError unless each has the length of a key."""
+    """Raise StateError unless each key has a valid length."""
     if _KEY_LENGTHS.issuperset(map(len, keys)):  # one pass, as most calls are with good keys
         return
     if min(map(len, keys)) < LEAST_KEY_BYTES:

@@ -134,7 +134,7 @@ class FreeNumbers:
         return chain(range(self._never_taken, self._end), self._returned)
 
     def take(self, count: int) -> list[int]:
-        """Take `count` numbers; there must be that many."""
+        """Take `count` free numbers; there must be that many."""
         self.count -= count
         numbers: list[int] = []
         start = self._never_taken
@@ -148,7 +148,7 @@ class FreeNumbers:
         return numbers
 
     def give_back(self, numbers: Sequence[int]) -> None:
-        """Return taken numbers; the last one is handed out first."""
+        """Give back taken numbers; the last one is handed out first."""
         self._returned.extend(numbers)
         self.count += len(numbers)
 

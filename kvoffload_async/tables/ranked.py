@@ -26,7 +26,7 @@ class IntegerHeap:
     __slots__ = ("_loose", "_next_run", "_num_loose", "_runs", "_smallest")
 
     def __init__(self, num_loose: int = 1024) -> None:
-        """Start empty."""
+        """Create an empty heap."""
         self._num_loose = num_loose
         self._next_run = 0
         self.clear()
@@ -57,7 +57,7 @@ class IntegerHeap:
             self._next_run += 1
 
     def pop(self) -> int:
-        """Remove and return the smallest; the heap must not be empty."""
+        """Remove and return the smallest integer; the heap must not be empty."""
         loose, smallest = self._loose, self._smallest
         if not smallest or (loose and loose[0] < smallest[0][0]):
             return heappop(loose)
@@ -92,7 +92,7 @@ class RankedLists(NumberLists):
     def __init__(
         self, capacity: int, num_lists: int = 1, *, max_stamp: int = (1 << 31) - 1
     ) -> None:
-        """Start empty; stamps are renumbered at `max_stamp`, which is at least the capacity."""
+        """Create empty lists; renumber stamps at `max_stamp`, which is at least the capacity."""
         self._num_ranked = num_lists
         self._max_stamp = max_stamp
         super().__init__(capacity, 2 * num_lists)
@@ -119,7 +119,7 @@ class RankedLists(NumberLists):
     def take_first(
         self, count: int, may_leave: Callable[[int], bool], which: int = 0
     ) -> list[int] | None:
-        """Remove the first members that may leave; None, and no change, if fewer than `count`."""
+        """Remove the first `count` members that may leave; None, and no change, if fewer may."""
         taken, following = self._pick(count, may_leave, which)
         if len(taken) < count:
             self.release(taken, which)

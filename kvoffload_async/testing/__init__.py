@@ -1,10 +1,10 @@
-"""Test support for authors of tiers and schedulers: shipped, typed, deterministic.
+"""Test support for authors of tiers: shipped, typed, deterministic.
 
-* `VirtualLoop`, `VirtualRunner`: an event loop with virtual time, and a `LoopRunner` over it.
-* `InlineIo`, `ScriptedIo`, `ScriptedTier`: fakes; the scripted ones park every call until finished.
-* `FaultyTier`: wraps any tier and injects faults from a seeded plan.
 * `TierConformance`: tests of the whole tier contract; subclass it and define one fixture.
-* `kvoffload_async.testing.strategies`: hypothesis strategies (needs hypothesis).
+* `TierHarness`: one open tier, with a primary of known bytes.
+* `FaultyTier`: wraps any tier and injects faults from a seeded plan.
+* `InlineIo`, `ScriptedIo`: run a blocking call at once, or when the test finishes it.
+* `VirtualLoop`: an event loop with virtual time.
 """
 
 from kvoffload_async.testing.conformance import TierConformance
@@ -13,14 +13,9 @@ from kvoffload_async.testing.fakes import (
     FaultPlan,
     FaultyTier,
     InlineIo,
-    LeftoverTasksError,
-    Operation,
     ParkedCall,
-    ParkedOperation,
     ScriptedIo,
-    ScriptedTier,
     VirtualLoop,
-    VirtualRunner,
 )
 from kvoffload_async.testing.harness import TierHarness
 
@@ -29,14 +24,9 @@ __all__ = [
     "FaultPlan",
     "FaultyTier",
     "InlineIo",
-    "LeftoverTasksError",
-    "Operation",
     "ParkedCall",
-    "ParkedOperation",
     "ScriptedIo",
-    "ScriptedTier",
     "TierConformance",
     "TierHarness",
     "VirtualLoop",
-    "VirtualRunner",
 ]

@@ -406,7 +406,7 @@ class TierConformance:
         expect(f"lookup of K[{K.index(key)}]", self._lookup(harness, key), expected)
 
     def _lookup(self, harness: ManagerHarness, key: OffloadKey) -> LookupResult:
-        """Look up as a scheduler does: once per step until the answer is final."""
+        """Look up a key as a scheduler does: once per step until the answer is final."""
         ctx = ReqContext(f"lookup {key.hex()}")
         harness.manager.on_new_request(ctx)
         answer = harness.manager.lookup(key, ctx)

@@ -1,4 +1,4 @@
-"""Fakes: a loop with virtual time, calls that park, and faults injected into any tier.
+"""Fakes: a loop with virtual time, parked calls, and faults injected into any tier.
 
 The loop never sleeps and needs no thread: when nothing is ready, time jumps to the next timer. A
 test that waits for an hour takes a millisecond, and its schedule is deterministic.
@@ -16,30 +16,15 @@ import enum
 import errno
 import math
 import random
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self, TypeVar
-
-import numpy as np
-import numpy.typing as npt
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 from kvoffload_async.abc.events import BlockFailures
-from kvoffload_async.abc.tier import (
-    AsyncTier,
-    Direction,
-    TierBounds,
-    TierCapabilities,
-    TierEnvironment,
-)
-from kvoffload_async.errors import (
-    BlockMissingError,
-    ClosedError,
-    StateError,
-    TierClosedError,
-    TierError,
-    TierUnavailableError,
-)
-from kvoffload_async.types import JobMetadata, OffloadKey, block_text
+from kvoffload_async.abc.tier import AsyncTier, Direction, TierEnvironment
+from kvoffload_async.errors import StateError, TierError, TierUnavailableError
+from kvoffload_async.types import JobMetadata, OffloadKey
 from kvoffload_async.waiting import until_done
 
 T = TypeVar("T")
@@ -49,14 +34,14 @@ class InlineIo:
     """An `IoRunner` that runs every call immediately on the loop's thread."""
 
     async def run(self, direction: Direction, call: Callable[[], T], **_options: object) -> T:
-        """See `IoRunner.run`; the options are ignored."""
+        """Run a call now; the options are ignored. See `IoRunner.run`."""
         await asyncio.sleep(0)
         return call()
 
 
 @dataclass(slots=True, eq=False)
 class ParkedCall:
-    """A blocking call that waits to be finished by the test."""
+    """A blocking call that is parked until the test finishes it."""
 
     direction: Direction
     call: Callable[[], Any]
@@ -75,7 +60,7 @@ class ScriptedIo:
         self.parked: list[ParkedCall] = []
 
     async def run(self, direction: Direction, call: Callable[[], T], **_options: object) -> T:
-        """See `IoRunner.run`; the options are ignored."""
+        """Park a call; the options are ignored. See `IoRunner.run`."""
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self.parked.append(ParkedCall(direction, call, future))
         return await until_done(future)
@@ -96,207 +81,15 @@ class ScriptedIo:
                 result = parked.call()
             except Exception as raised:  # noqa: BLE001 - becomes the call's outcome
                 error = error or raised
-        parked.call = _finished  # releases what the call captured
+        parked.call = lambda: None  # releases what the call captured
         if error is None:
             parked.future.set_result(result)
         else:
             parked.future.set_exception(error)
 
 
-def _finished() -> None:
-    """Replacement for a finished call."""
-
-
-class Operation(enum.Enum):
-    """Operations of a scripted tier."""
-
-    STORE = enum.auto()
-    LOAD = enum.auto()
-    CONTAINS = enum.auto()
-    CLOSE = enum.auto()
-
-
-@dataclass(slots=True, eq=False)
-class ParkedOperation:
-    """An operation of a tier that waits to be finished by the test.
-
-    Attributes:
-        kind: The operation.
-        keys: Its blocks.
-        job: Its job, for a store or load.
-        task: The task that runs it, so that a test can cancel it.
-        landed: Indices of the blocks already moved; see `ScriptedTier.land`.
-    """
-
-    kind: Operation
-    keys: tuple[OffloadKey, ...]
-    job: JobMetadata | None
-    task: asyncio.Task[Any] = field(repr=False)
-    future: asyncio.Future[Mapping[int, TierError]] = field(repr=False)
-    landed: set[int] = field(default_factory=set)
-
-
-class ScriptedTier(AsyncTier):
-    """A tier with real bytes that parks every operation until the test finishes it.
-
-    Bytes move only when an operation is finished, so a slot that was reused too early shows up as
-    wrong bytes.
-
-    Attributes:
-        blocks: The stored content.
-        parked: Parked operations, oldest first.
-        is_open: True between `open` and `close`.
-        close_count: Number of calls of `close`.
-        touched: Keys passed to `touch`.
-    """
-
-    def __init__(
-        self,
-        capabilities: TierCapabilities | None = None,
-        bounds: TierBounds | None = None,
-        *,
-        open_error: Exception | None = None,
-        close_error: Exception | None = None,
-        parks_close: bool = False,
-    ) -> None:
-        """Create an empty tier.
-
-        Args:
-            capabilities: Default: an exclusive tier's.
-            bounds: Default: `TierBounds()`.
-            open_error: Raised by `open`.
-            close_error: Raised by `close`.
-            parks_close: Whether `close` parks, too.
-        """
-        self.capabilities = capabilities or TierCapabilities(exclusive=True)
-        self.bounds = bounds or TierBounds()
-        self.blocks: dict[OffloadKey, npt.NDArray[np.uint8]] = {}
-        self.parked: list[ParkedOperation] = []
-        self.is_open = False
-        self.close_count = 0
-        self.touched: list[OffloadKey] = []
-        self._open_error = open_error
-        self._close_error = close_error
-        self._parks_close = parks_close
-        self._env: TierEnvironment | None = None
-
-    @property
-    def env(self) -> TierEnvironment:
-        """The environment passed to `open`."""
-        if self._env is None:
-            raise TierClosedError("the scripted tier is not open")
-        return self._env
-
-    async def open(self, env: TierEnvironment) -> None:
-        """Open without parking."""
-        if self._open_error is not None:
-            raise self._open_error
-        self._env = env
-        self.is_open = True
-
-    async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
-        """Park; then return the keys that are stored."""
-        await self._park(Operation.CONTAINS, tuple(keys), None)
-        return frozenset(key for key in keys if key in self.blocks)
-
-    async def store(self, job: JobMetadata) -> BlockFailures:
-        """Park; then return the outcome. Blocks stored despite a failure are announced."""
-        try:
-            return await self._park(Operation.STORE, job.keys, job)
-        except BaseException:
-            self.env.blocks_appeared([key for key in job.keys if key in self.blocks])
-            raise
-
-    async def load(self, job: JobMetadata) -> BlockFailures:
-        """Park; then return the outcome."""
-        return await self._park(Operation.LOAD, job.keys, job)
-
-    async def close(self) -> None:
-        """Close without parking, unless `parks_close`."""
-        self.close_count += 1
-        if self._parks_close:
-            await self._park(Operation.CLOSE, (), None)
-        self._env = None
-        self.is_open = False
-        if self._close_error is not None:
-            raise self._close_error
-
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Record the keys."""
-        self.touched.extend(keys)
-
-    def finish(
-        self,
-        parked: ParkedOperation,
-        failures: Mapping[int, TierError] | None = None,
-        error: BaseException | None = None,
-    ) -> None:
-        """Finish a parked operation.
-
-        Args:
-            parked: An element of `self.parked`.
-            failures: Errors by block index; the other blocks' bytes move.
-            error: Raise this, and move no bytes. A CancelledError cancels the operation's task.
-        """
-        self.parked.remove(parked)
-        if isinstance(error, asyncio.CancelledError):
-            parked.task.cancel()
-            parked.future.set_result({})
-        elif error is not None:
-            parked.future.set_exception(error)
-        elif parked.job is None:
-            parked.future.set_result({})
-        else:
-            parked.future.set_result(self._move(parked, parked.job, dict(failures or {})))
-
-    def land(self, parked: ParkedOperation, index: int) -> None:
-        """Move one block of a parked store now, before it is finished."""
-        if parked.job is None or parked.kind is not Operation.STORE:
-            raise StateError(f"{parked.kind.name} has no block to land")
-        parked.landed.add(index)
-        row = np.asarray(self.env.kv_view)[parked.job.block_ids[index]]
-        self.blocks.setdefault(parked.keys[index], row.copy())
-
-    def evict(self, keys: Sequence[OffloadKey]) -> None:
-        """Remove blocks and announce their eviction."""
-        for key in keys:
-            del self.blocks[key]
-        self.env.blocks_evicted(keys)
-
-    def finish_all(self) -> None:
-        """Finish all parked operations successfully, oldest first."""
-        for parked in list(self.parked):
-            self.finish(parked)
-
-    def _move(
-        self, parked: ParkedOperation, job: JobMetadata, failures: dict[int, TierError]
-    ) -> dict[int, TierError]:
-        rows = np.asarray(self.env.kv_view)
-        for index, (key, slot) in enumerate(zip(job.keys, job.block_ids.tolist(), strict=True)):
-            if index in failures or index in parked.landed:
-                continue
-            if parked.kind is Operation.STORE:
-                self.blocks.setdefault(key, rows[slot].copy())
-            elif key in self.blocks:
-                rows[slot] = self.blocks[key]
-            else:
-                failures[index] = BlockMissingError(f"{block_text(key)} is not here")
-        return failures
-
-    async def _park(
-        self, kind: Operation, keys: tuple[OffloadKey, ...], job: JobMetadata | None
-    ) -> Mapping[int, TierError]:
-        if kind is not Operation.CLOSE and not self.is_open:
-            raise StateError(f"{kind.name} was called while the tier was not open")
-        task = asyncio.current_task()
-        assert task is not None, "coroutines run in tasks"
-        future = asyncio.get_running_loop().create_future()
-        self.parked.append(ParkedOperation(kind, keys, job, task, future))
-        return await until_done(future)
-
-
 class Fault(enum.Enum):
-    """Faults of a job."""
+    """Kinds of faults that a job can have."""
 
     NONE = enum.auto()
     IO_ERROR_BEFORE = enum.auto()
@@ -361,7 +154,7 @@ class FaultyTier(AsyncTier):
         self._released = False
 
     def opening_s(self, block_bytes: int) -> float:
-        """Return the wrapped tier's value."""
+        """Return the wrapped tier's `opening_s`."""
         return self.inner.opening_s(block_bytes)
 
     async def open(self, env: TierEnvironment) -> None:
@@ -369,11 +162,11 @@ class FaultyTier(AsyncTier):
         await self.inner.open(env)
 
     async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
-        """Query the wrapped tier."""
+        """Query the wrapped tier for stored keys."""
         return await self.inner.contains(keys)
 
     async def longest_prefixes(self, chains: Sequence[Sequence[OffloadKey]]) -> Sequence[int]:
-        """Query the wrapped tier."""
+        """Query the wrapped tier for the longest stored prefixes."""
         return await self.inner.longest_prefixes(chains)
 
     async def store(self, job: JobMetadata) -> BlockFailures:
@@ -389,7 +182,7 @@ class FaultyTier(AsyncTier):
         await self.inner.close()
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Forward to the wrapped tier."""
+        """Forward the use of blocks to the wrapped tier."""
         self.inner.touch(keys)
 
     def describe(self) -> str:
@@ -442,7 +235,7 @@ class FaultyTier(AsyncTier):
         return failures
 
     async def _hang(self) -> None:
-        """Wait for the release; a cancellation is delayed until then."""
+        """Wait for `release`; a cancellation is delayed until then."""
         release: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if self._released:
             release.set_result(None)
@@ -466,21 +259,6 @@ def _cancel_this_task() -> None:
 _MAX_IDLE_TURNS = 100_000
 
 
-class LeftoverTasksError(StateError):
-    """A loop was closed while tasks were still pending."""
-
-
-class _Selector:
-    """Replaces the loop's I/O selector: it reports no events and advances virtual time."""
-
-    def __init__(self, pass_time: Callable[[float | None], None]) -> None:
-        self._pass_time = pass_time
-
-    def select(self, timeout: float | None) -> tuple[()]:
-        self._pass_time(timeout)
-        return ()
-
-
 class VirtualLoop(asyncio.BaseEventLoop):
     """An event loop with virtual time, without I/O or wake-ups from other threads.
 
@@ -492,7 +270,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def __init__(self) -> None:
         """Start at virtual time 0."""
         super().__init__()
-        self._selector = _Selector(self._pass_time)
+        self._selector = SimpleNamespace(select=self._pass_time)
         self._now_s = 0.0
         self._limit_s: float | None = None
         self._was_idle = False
@@ -539,111 +317,21 @@ class VirtualLoop(asyncio.BaseEventLoop):
             error = context.get("exception")
             raise error if error is not None else StateError(str(context["message"]))
 
-    def _pass_time(self, timeout_s: float | None) -> None:
+    def _pass_time(self, timeout_s: float | None) -> tuple[()]:
+        """Replace the selector of I/O events: advance virtual time, and return no events."""
         if self._limit_s is None:
             if timeout_s is None:
                 raise StateError("deadlock: nothing is ready and no timer is set")
             self._now_s += timeout_s
-            return
+            return ()
         self.stop()  # after this iteration
         next_s = math.inf if timeout_s is None else self._now_s + timeout_s
         self._was_idle = timeout_s != 0 and next_s > self._limit_s
         self._now_s = min(next_s, max(self._limit_s, self._now_s))
+        return ()
 
     def _process_events(self, event_list: tuple[()]) -> None:
         """Do nothing: there are no I/O events."""
 
     def _write_to_self(self) -> None:
         """Do nothing: the loop never sleeps."""
-
-
-class VirtualRunner:
-    """A `LoopRunner` over a `VirtualLoop`; the owner and the loop share one thread.
-
-    The loop runs only inside `run`, `wait_until`, `run_ready` and `advance`; between these calls
-    the test is in control.
-    """
-
-    def __init__(self) -> None:
-        """Create a loop at virtual time 0."""
-        self.loop = VirtualLoop()
-        self.callbacks = 0
-        """Number of `call_soon` calls, each of which would wake a loop thread."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_exc_info: object) -> None:
-        self.close()
-
-    def call_soon(self, callback: Callable[..., object], *args: object) -> None:
-        """See `LoopRunner.call_soon`."""
-        if self.loop.is_closed():
-            raise ClosedError("the virtual loop is closed")
-        self.callbacks += 1
-        self.loop.call_soon(callback, *args)
-
-    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """See `LoopRunner.run`; the deadline is in virtual time."""
-        try:
-            self.refuse_own_thread("run()")
-            if self.loop.is_closed():
-                raise ClosedError("the virtual loop is closed")
-        except StateError:
-            coroutine.close()
-            raise
-        task = self.loop.create_task(coroutine, name="virtual-runner")
-        if not self.loop.run_until(task.done, timeout_s):
-            task.cancel()
-            self.loop.run_ready()
-            raise TimeoutError(f"not done after {timeout_s} virtual seconds")
-        return task.result()
-
-    def refuse_own_thread(self, call: str) -> None:
-        """See `LoopRunner.refuse_own_thread`."""
-        if self.loop.is_running():
-            raise StateError(f"{call} was called from inside the loop, which would deadlock it")
-
-    def wait_until(self, is_done: Callable[[], bool], timeout_s: float) -> bool:
-        """See `LoopRunner.wait_until`; the deadline is in virtual time."""
-        if self.loop.is_closed():
-            return is_done()
-        return self.loop.run_until(is_done, timeout_s)
-
-    def notify(self) -> None:
-        """Do nothing: `wait_until` checks after every iteration."""
-
-    def has_ended(self) -> bool:
-        """See `LoopRunner.has_ended`."""
-        return self.loop.is_closed()
-
-    def now_s(self) -> float:
-        """Return the loop's virtual time."""
-        return self.loop.time()
-
-    def run_ready(self) -> None:
-        """Run until nothing is ready, without advancing time."""
-        self.loop.run_ready()
-
-    def advance(self, seconds: float) -> None:
-        """Advance virtual time, running everything that becomes ready."""
-        self.loop.advance(seconds)
-
-    def close(self, timeout_s: float = 5.0) -> None:
-        """Close the loop; idempotent.
-
-        Raises:
-            LeftoverTasksError: Tasks were pending; they were cancelled, and the message names them.
-        """
-        if self.loop.is_closed():
-            return
-        left = asyncio.all_tasks(self.loop)
-        for task in left:
-            task.cancel()
-        try:
-            self.loop.run_until(lambda: all(task.done() for task in left), timeout_s)
-        finally:
-            self.loop.close()
-        if left:
-            names = ", ".join(sorted(task.get_name() for task in left))
-            raise LeftoverTasksError(f"tasks were left on the loop: {names}")

@@ -9,8 +9,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Final, ParamSpec, Protocol, Self, TypeVar
+from typing import Any, Final, ParamSpec, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +18,9 @@ from kvoffload_async.abc.events import BlockFailures, BlocksAppeared, BlocksEvic
 from kvoffload_async.abc.tier import AsyncTier, CloseReport
 from kvoffload_async.errors import text_of
 from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.runtime.bridge import RuntimeHost
+from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.runtime.buffer import PrimaryBuffer
+from kvoffload_async.runtime.loop import LoopThread
 from kvoffload_async.tiers._environment import ActorEnvironment
 from kvoffload_async.types import (
     JobId,
@@ -40,7 +40,7 @@ DEADLINE_S = 30.0
 """Deadline of each wait; only to end a test that hangs, even on a loaded machine."""
 
 _THREADS_END_S = 20.0
-"""On a loaded machine a finished thread may take a while to exit."""
+"""Seconds in which threads must exit; on a loaded machine a finished thread may take a while."""
 
 GUARD = 0xA5
 """Byte that fills every slot until it is written."""
@@ -66,7 +66,7 @@ def make_job(
 
 
 class _Surroundings:
-    """Memory and threads of a test; `stop` fails if any of them is left."""
+    """Memory and threads of a test; a context manager that fails if any of them is left."""
 
     def __init__(self, num_slots: int, slot_bytes: int, timeout_s: float) -> None:
         self.slot_bytes = slot_bytes
@@ -74,9 +74,19 @@ class _Surroundings:
         self._next_job_id = 0
         self._threads_before = set(threading.enumerate())
         self.buffer = PrimaryBuffer(num_slots, slot_bytes)
-        self.host = RuntimeHost()
+        self.bridge = Bridge(LoopThread())
         self.rows: Rows = np.asarray(self.buffer.view)
         self.rows[:] = GUARD
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _type: object, error: BaseException | None, _traceback: object) -> None:
+        try:
+            self.close()
+        except AssertionError:
+            if error is None:  # otherwise it would hide the original error
+                raise
 
     def fill(self, keys: Sequence[OffloadKey], slots: Iterable[int]) -> None:
         """Write the keys' content into slots."""
@@ -90,6 +100,18 @@ class _Surroundings:
         self._next_job_id += 1
         return make_job(self._next_job_id, keys, slots, is_promotion=is_promotion)
 
+    def store_job(self, keys: Sequence[OffloadKey], slots: Iterable[int]) -> JobMetadata:
+        """Write the keys' content into slots and return a store of them."""
+        slots = list(slots)
+        self.fill(keys, slots)
+        return self.job(keys, slots, is_promotion=False)
+
+    def load_job(self, keys: Sequence[OffloadKey], slots: Iterable[int]) -> JobMetadata:
+        """Clear slots and return a load into them."""
+        slots = list(slots)
+        self.rows[slots] = GUARD
+        return self.job(keys, slots, is_promotion=True)
+
     def holds(self, key: OffloadKey, slot: int) -> bool:
         """Return whether a slot contains the key's content."""
         return bool(np.array_equal(self.rows[slot], content_of(key, self.slot_bytes)))
@@ -100,7 +122,7 @@ class _Surroundings:
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on the loop, within the deadline."""
-        return self.host.bridge.runner.run(coroutine, self.timeout_s)
+        return self.bridge.runner.run(coroutine, self.timeout_s)
 
     def on_loop(self, call: Callable[[], object]) -> None:
         """Run a function on the loop's thread and wait for it."""
@@ -110,10 +132,10 @@ class _Surroundings:
 
         self.run(perform())
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Stop the threads and unmap the memory; raises AssertionError for leftovers."""
         tasks = self.run(_task_names())
-        self.host.close(self.timeout_s)
+        self.bridge.close(self.timeout_s)
         self.rows = np.empty((0, 0), dtype=np.uint8)
         unmapped = self.buffer.release()
         threads = self._threads_left()
@@ -139,7 +161,7 @@ async def _task_names() -> list[str]:
 
 
 class TierHarness(_Surroundings):
-    """A single open tier without a manager; a context manager.
+    """A single open tier without a manager; a context manager that closes it.
 
     Attributes:
         rows: The primary's slots, shape `[num_slots, slot_bytes]`.
@@ -158,7 +180,7 @@ class TierHarness(_Surroundings):
         self.tier = tier
         self.events: list[TierEvent] = []
         bounds = tier.bounds
-        self._pool = self.host.bridge.create_pool(
+        self._pool = self.bridge.create_pool(
             bounds.concurrent_loads, bounds.concurrent_stores, bounds.concurrent_probes
         )
         self._env = ActorEnvironment(memoryview(self.buffer.view), self._pool, self.events.append)
@@ -168,37 +190,20 @@ class TierHarness(_Surroundings):
             self.close()
             raise
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        try:
-            self.close()
-        except AssertionError:
-            if exc is None:  # otherwise it would hide the original error
-                raise
-
     def store(
         self, keys: Sequence[OffloadKey], slots: Iterable[int] | None = None
     ) -> BlockFailures:
         """Write the keys' content into slots (by default the first ones) and store them."""
-        slots = list(range(len(keys)) if slots is None else slots)
-        self.fill(keys, slots)
-        return self.run(self.tier.store(self.job(keys, slots, is_promotion=False)))
+        job = self.store_job(keys, range(len(keys)) if slots is None else slots)
+        return self.run(self.tier.store(job))
 
     def load(self, keys: Sequence[OffloadKey], slots: Iterable[int] | None = None) -> BlockFailures:
         """Clear slots (by default the first ones) and load keys into them."""
-        slots = list(range(len(keys)) if slots is None else slots)
-        self.rows[slots] = GUARD
-        return self.run(self.tier.load(self.job(keys, slots, is_promotion=True)))
+        job = self.load_job(keys, range(len(keys)) if slots is None else slots)
+        return self.run(self.tier.load(job))
 
     def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
-        """Query the tier."""
+        """Return the keys that the tier contains."""
         return self.run(self.tier.contains(keys))
 
     def announced(self) -> set[OffloadKey]:
@@ -218,11 +223,11 @@ class TierHarness(_Surroundings):
         finally:
             self._pool.close(self.timeout_s)
             self._env.kv_view.release()
-            self.stop()
+            super().close()
 
 
 class ManagerHarness(_Surroundings):
-    """A tier behind a `SecondaryTierManager`; counts every job and result.
+    """A tier behind a `SecondaryTierManager`; counts every job and result. A context manager.
 
     Attributes:
         manager: The manager.
@@ -252,43 +257,21 @@ class ManagerHarness(_Surroundings):
                 self.buffer.view,
                 "tier",
                 tier,
-                runtime=self.host.bridge,
+                runtime=self.bridge,
                 io_timeout_s=io_timeout_s,
                 enable_kv_events=enable_kv_events,
             )
         except BaseException:
-            self.stop()
+            super().close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.manager.shutdown(self.timeout_s)
-        self.collect()
-        try:
-            self.stop()
-            assert self.reported() == self.submitted, "not every job has exactly one result"
-        except AssertionError:
-            if exc is None:  # otherwise it would hide the original error
-                raise
 
     def submit_store(self, keys: Sequence[OffloadKey], slots: Iterable[int]) -> JobMetadata:
         """Write the keys' content into slots and submit a store of them."""
-        slots = list(slots)
-        self.fill(keys, slots)
-        return self.submit(self.job(keys, slots, is_promotion=False))
+        return self.submit(self.store_job(keys, slots))
 
     def submit_load(self, keys: Sequence[OffloadKey], slots: Iterable[int]) -> JobMetadata:
         """Clear slots and submit a load into them."""
-        slots = list(slots)
-        self.rows[slots] = GUARD
-        return self.submit(self.job(keys, slots, is_promotion=True))
+        return self.submit(self.load_job(keys, slots))
 
     def submit(self, job: JobMetadata) -> JobMetadata:
         """Submit a job unchanged."""
@@ -312,7 +295,7 @@ class ManagerHarness(_Surroundings):
             self.collect()
             if is_done():
                 return
-            progress = self.host.bridge.wait_for_progress(self.timeout_s)
+            progress = self.bridge.wait_for_progress(self.timeout_s)
             assert progress, f"no progress within {self.timeout_s} s"
 
     def wait_released(self, job_ids: set[JobId]) -> None:
@@ -333,6 +316,12 @@ class ManagerHarness(_Surroundings):
         report = self.manager.shutdown(self.timeout_s)
         self.collect()
         return report
+
+    def close(self) -> None:
+        """Shut the manager down; raises AssertionError unless each job has exactly one result."""
+        self.shutdown()
+        super().close()
+        assert self.reported() == self.submitted, "not every job has exactly one result"
 
     def _all_reported(self) -> bool:
         return len(self.results) >= self.submitted.total()
@@ -362,7 +351,7 @@ def promise(text: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
 
 
 def expect(what: str, got: object, expected: object) -> None:
-    """Compare two values.
+    """Check that two values are equal.
 
     Raises:
         AssertionError: They differ; the text names both, and keys by number.
@@ -374,26 +363,21 @@ def expect(what: str, got: object, expected: object) -> None:
 def expect_failures(
     what: str, failures: Mapping[int, Exception], expected: Mapping[int, type[Exception]]
 ) -> None:
-    """Compare the failures of a job, by position, with the classes that are expected.
+    """Check the failures of a job, by position, against the expected error classes.
 
     Raises:
         AssertionError: A block failed that should not have, or another way, or did not fail.
     """
     wrong = failures.keys() ^ expected.keys()
-    wrong |= {i for i, kind in expected.items() if i in failures and not _is(failures[i], kind)}
+    wrong |= {i for i in failures.keys() & expected if not isinstance(failures[i], expected[i])}
     if wrong:
         names = {position: kind.__name__ for position, kind in expected.items()}
         wanted = f"the failures {names}, by position in the job" if names else "no failure"
         raise AssertionError(f"{what}: expected {wanted}, got {_shown(failures)}")
 
 
-class _Memory(Protocol):
-    rows: Rows
-    slot_bytes: int
-
-
-def expect_rows(what: str, memory: _Memory, expected: Mapping[int, OffloadKey]) -> None:
-    """Compare slots with the content of the keys that they should hold.
+def expect_rows(what: str, memory: _Surroundings, expected: Mapping[int, OffloadKey]) -> None:
+    """Check that slots have the content of the expected keys.
 
     Raises:
         AssertionError: A slot holds other bytes; the text says where they begin to differ.
@@ -411,19 +395,15 @@ def expect_rows(what: str, memory: _Memory, expected: Mapping[int, OffloadKey]) 
         )
 
 
-def expect_untouched(what: str, memory: _Memory, slots: Collection[int]) -> None:
+def expect_untouched(what: str, memory: _Surroundings, slots: Collection[int]) -> None:
     """Check that slots were never written.
 
     Raises:
         AssertionError: One was.
     """
-    touched = [slot for slot in slots if not (memory.rows[slot] == GUARD).all()]
+    touched = [slot for slot in slots if not memory.is_untouched(slot)]
     if touched:
         raise AssertionError(f"{what}: expected no other slot to be written, got slots {touched}")
-
-
-def _is(error: object, kind: type[Exception]) -> bool:
-    return isinstance(error, kind)
 
 
 def _shown(value: Any) -> str:  # noqa: ANN401 - any value of a test

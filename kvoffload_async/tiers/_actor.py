@@ -14,13 +14,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ParamSpec, TypeVar
 
-from kvoffload_async.abc.events import (
-    BlockFailures,
-    JobFinished,
-    JobOverdue,
-)
+from kvoffload_async.abc.events import BlockFailures, JobFinished, JobOverdue
 from kvoffload_async.abc.tier import AsyncTier, CloseReport
 from kvoffload_async.error_log import LogRate
 from kvoffload_async.errors import (
@@ -43,10 +38,8 @@ from kvoffload_async.errors import (
     text_of,
 )
 from kvoffload_async.tiers._environment import (
-    ENDS_LOOP,
     ActorEnvironment,
     Watch,
-    as_guarded,
     error_of,
     guarded,
     log_trace,
@@ -58,7 +51,7 @@ from kvoffload_async.types import JobId, JobMetadata, OffloadKey
 logger = logging.getLogger(__name__)
 
 _EXPECTED = (BlockMissingError, BusyError, TierClosedError)
-"""Not faults of the tier: another process, back-pressure, shutdown."""
+"""Errors that are not faults of the tier: due to another process, back-pressure or shutdown."""
 
 
 class JobLog:
@@ -102,7 +95,7 @@ class JobLog:
         seconds: float,
         now_s: float,
     ) -> None:
-        """Log that a job no longer accesses memory; drop its errors' frames."""
+        """Log the end of a job, which no longer accesses memory; drop the frames of its errors."""
         was_overdue = job.job_id in self._overdue
         self._overdue.discard(job.job_id)
         first = error or next(iter(failures.values()), None)
@@ -143,11 +136,8 @@ def described(job: JobMetadata) -> str:
     )
 
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
 _NO_WORK = (TierUnavailableError, TierBusyError)
-"""Errors of blocks that do not show that the tier works: they failed with it, or never began."""
+"""Errors of blocks that are no evidence of a working tier: it failed, or never began them."""
 _CANCEL_GRACE_S = 0.2
 _TIMER_RESOLUTION_S = 0.001
 _FAILED_OPEN_CLOSE_S = 5.0
@@ -172,7 +162,7 @@ class _Run:
     job: JobMetadata
     side: _Side
     accepted_s: float
-    """Loop time, as for deadlines; the next two use the actor's clock, which is more precise."""
+    """Loop time of acceptance, for deadlines; `arrived_s` and `began_s` use the actor's clock."""
     arrived_s: float
     began_s: float | None = None
     task: asyncio.Task[None] | None = None
@@ -222,7 +212,8 @@ class TierActor:
         """Jobs before their deadline, in order of acceptance, which is that of the deadlines."""
         self._next_deadline: asyncio.TimerHandle | None = None
         self._reconciler = Reconciler(name, tier, env.announcements, env.post)
-        self._probes = Probes(name, tier, env.post, probe_timeout_s, clock)
+        self.probes = Probes(name, tier, env.post, probe_timeout_s, clock)
+        """The existence probes of the tier."""
         self._log = JobLog(name, tier.remedies)
         self._closing = False
         self._closing_tier: asyncio.Task[Exception | None] | None = None
@@ -273,19 +264,10 @@ class TierActor:
             side.waiting.pop(job.job_id, None)
             error = TierUnavailableError(f"{self.name} cannot run the job: {text_of(cause)}")
         if error is not None:
-            self._finish_unrun(run, error)
-
-    def start_probe(
-        self,
-        generation: int,
-        keys: Sequence[OffloadKey],
-        chains: Sequence[Sequence[OffloadKey]] = (),
-    ) -> None:
-        """Probe the tier for keys; answered exactly once, at the timeout at the latest."""
-        self._probes.start(generation, keys, chains)
+            self._end(run, {}, error)
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Pass a use of blocks to the tier."""
+        """Report a use of blocks to the tier."""
         try:
             self._tier.touch(keys)
         except BaseException as error:  # noqa: BLE001 - the loop and later effects must go on
@@ -305,12 +287,12 @@ class TierActor:
         """
         self._closing = True
         self._reconciler.close()
-        self._probes.close()
+        self.probes.close()
         loop = self._loop
         deadline_s = loop.time() + timeout_s
         for side in (self._loads, self._stores):
             for run in list(side.waiting.values()):
-                self._finish_unrun(run, TierClosedError(f"{self.name} was shut down"))
+                self._end(run, {}, TierClosedError(f"{self.name} was shut down"))
             side.waiting.clear()
         tasks = self._tasks()
         if tasks:
@@ -336,7 +318,7 @@ class TierActor:
         runs = (*self._loads.running.values(), *self._stores.running.values())
         return [
             *(run.task for run in runs if run.task),
-            *self._probes.tasks,
+            *self.probes.tasks,
             *self._reconciler.tasks,
         ]
 
@@ -394,10 +376,7 @@ class TierActor:
         run.watch = self._env.announcements.begin(
             run.job.keys, includes_stores=run.side is self._loads
         )
-        try:
-            failures = await operation(run.job) if run.job.keys else {}
-        except ENDS_LOOP as error:
-            raise as_guarded(error) from error
+        failures = await guarded(operation, run.job) if run.job.keys else {}
         self._finish(run, *validate_result(failures, len(run.job.keys)))
 
     def _job_ended(self, run: _Run, task: asyncio.Task[None]) -> None:
@@ -419,9 +398,7 @@ class TierActor:
             or not all(isinstance(why, _NO_WORK) for why in failures.values())
         ):
             run.side.worked_s = self._loop.time()
-        self._forget_deadline(run)
-        outdated = self._outdated(run, failures, error)
-        self._post_end(run, failures, error, outdated)
+        self._end(run, failures, error, self._outdated(run, failures, error))
 
     def _outdated(
         self, run: _Run, failures: BlockFailures, error: TierError | None
@@ -447,18 +424,18 @@ class TierActor:
             self._reconciler.ask(outdated)
         return outdated
 
-    def _finish_unrun(self, run: _Run, error: TierError) -> None:
-        """Finish a job that never ran, and never accessed its memory."""
-        self._forget_deadline(run)
-        self._post_end(run, {}, error)
-
-    def _post_end(
+    def _end(
         self,
         run: _Run,
         failures: BlockFailures,
         error: TierError | None,
         outdated: frozenset[OffloadKey] = frozenset(),
     ) -> None:
+        """End a job: drop its deadline, and post its result."""
+        self._due.pop(run.job.job_id, None)
+        if not self._due and self._next_deadline is not None:
+            self._next_deadline.cancel()
+            self._next_deadline = None
         seconds = self._clock() - run.arrived_s
         queue_s = None if run.began_s is None else run.began_s - run.arrived_s
         self._log.ended(run.job, failures, error, seconds=seconds, now_s=self._loop.time())
@@ -468,12 +445,6 @@ class TierActor:
         """Set the timer to the next deadline."""
         due_s = run.accepted_s + self._io_timeout_s
         self._next_deadline = self._loop.call_at(due_s, self._pass_deadlines)
-
-    def _forget_deadline(self, run: _Run) -> None:
-        self._due.pop(run.job.job_id, None)
-        if not self._due and self._next_deadline is not None:
-            self._next_deadline.cancel()
-            self._next_deadline = None
 
     def _pass_deadlines(self) -> None:
         now_s = self._loop.time() + _TIMER_RESOLUTION_S
@@ -494,4 +465,4 @@ class TierActor:
         error: TierError = self._log.timeout(run.job, timeout_s)
         if side.worked_s >= run.accepted_s:  # the tier served other jobs meanwhile
             error = JobNotStartedError(f"{error}: not started, as it queued behind other jobs")
-        self._finish_unrun(run, error)
+        self._end(run, {}, error)

@@ -31,8 +31,6 @@ from kvoffload_async.errors import JobCancelledError, TierError, TierUnavailable
 from kvoffload_async.tables.keymap import LEAST_KEY_BYTES, KeyMap
 from kvoffload_async.types import OffloadKey
 
-ENDS_LOOP = (SystemExit, KeyboardInterrupt)
-"""Exceptions that asyncio raises out of the loop instead of storing them in the task."""
 logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
@@ -43,13 +41,8 @@ async def guarded(operation: Callable[P, Awaitable[T]], *args: P.args, **kwargs:
     """Await a tier's operation; convert exceptions that would end the loop."""
     try:
         return await operation(*args, **kwargs)
-    except ENDS_LOOP as error:
-        raise as_guarded(error) from error
-
-
-def as_guarded(error: BaseException) -> TierUnavailableError:
-    """Return the error that replaces a tier's SystemExit or KeyboardInterrupt."""
-    return TierUnavailableError(f"a tier raised {text_of(error)}")
+    except (SystemExit, KeyboardInterrupt) as error:  # asyncio raises them out of the loop
+        raise TierUnavailableError(f"a tier raised {text_of(error)}") from error
 
 
 def log_trace(error: BaseException) -> None:
@@ -107,7 +100,7 @@ class Watch:
 
 
 class Announcements:
-    """Announcements since the oldest watch began.
+    """Records which blocks a tier has announced since the oldest watch began.
 
     A watch has no cost per block unless there are announcements meanwhile. Memory is limited even
     if a call hangs: at the limit, the announcements are evaluated for each watch and dropped.
@@ -130,14 +123,14 @@ class Announcements:
         self._stored_blocks = 0
 
     def begin(self, keys: Sequence[OffloadKey], *, includes_stores: bool) -> Watch:
-        """Start watching blocks, before the tier gets the call."""
+        """Start watching blocks for announcements, before the tier is called."""
         watch = Watch(keys, includes_stores, self._number)
         self._watches[watch] = None
         self._including_stores += includes_stores
         return watch
 
     def note(self, keys: Collection[OffloadKey]) -> None:
-        """Record an announcement of the tier; its content does not matter."""
+        """Record that the tier has announced blocks, whether as stored or as evicted."""
         if self._watches:
             self._number += 1
             self._announced.update(dict.fromkeys(keys, self._number))
@@ -152,7 +145,7 @@ class Announcements:
             self._keep_bound()
 
     def end(self, watch: Watch, *, looks: bool = True) -> frozenset[OffloadKey]:
-        """Stop watching blocks; return those with announcements since the beginning.
+        """Stop watching blocks; return those announced since the watch began.
 
         Args:
             watch: The watch to end.
@@ -206,7 +199,7 @@ class ActorEnvironment:
     announcements: Announcements = field(default_factory=Announcements)
 
     def blocks_appeared(self, keys: Iterable[OffloadKey]) -> None:
-        """Post blocks that appeared; ownership of a `KeyMap` passes to the tier's owner."""
+        """Report blocks that appeared; ownership of a `KeyMap` passes to the tier's owner."""
         if isinstance(keys, KeyMap):
             self.announcements.note(keys)
             self.post(BlocksAppeared(keys))
@@ -215,7 +208,7 @@ class ActorEnvironment:
             self.post(BlocksAppeared(portion))
 
     def blocks_evicted(self, keys: Iterable[OffloadKey]) -> None:
-        """Post evicted blocks."""
+        """Report evicted blocks to the tier's owner."""
         for portion in self._portions(keys):
             self.post(BlocksEvicted(portion))
 
@@ -249,5 +242,5 @@ def _is_key(key: object) -> bool:
 
 
 def _are_keys(portion: tuple[OffloadKey, ...]) -> bool:
-    """Return whether all are certainly keys; faster than checking each."""
+    """Return whether all elements are certainly keys; faster than checking each."""
     return set(map(type, portion)) == {bytes} and min(map(len, portion)) >= LEAST_KEY_BYTES

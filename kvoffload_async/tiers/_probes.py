@@ -34,7 +34,7 @@ _BOUND: Final = 16_384
 
 
 class Reconciler:
-    """Asks a tier for blocks whose state is not clear from announcements; one call at a time."""
+    """Asks a tier for blocks whose state announcements leave unclear; one call at a time."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Reconciler:
         self._post = post
         self._waiting: dict[OffloadKey, None] = {}
         self.tasks: list[asyncio.Task[frozenset[OffloadKey]]] = []
-        """The running call, if any."""
+        """The running call of `contains`, if any."""
         self._closing = False
 
     def ask(self, keys: Collection[OffloadKey]) -> None:
@@ -70,7 +70,7 @@ class Reconciler:
             self._waiting.clear()
 
     def close(self) -> None:
-        """Make no further calls; a running call continues."""
+        """Make no further calls of the tier; a running call continues."""
         self._closing = True
         self._waiting.clear()
 
@@ -135,7 +135,7 @@ class Probes:
         self._timeout_s = timeout_s
         self._clock = clock
         self._unanswered: dict[int, tuple[asyncio.TimerHandle, float]] = {}
-        """Generation -> its timeout handle, and its start time."""
+        """Generation of an unanswered probe -> its timeout handle and its start time."""
         self.tasks: dict[asyncio.Task[frozenset[OffloadKey]], None] = {}
         """Running probes, including cancelled ones until they end."""
         self._closing = False

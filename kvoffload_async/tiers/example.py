@@ -47,7 +47,7 @@ class ExampleTier(AsyncTier):
     capabilities = TierCapabilities(exclusive=True, medium=Medium.CPU)
 
     def __init__(self, settings: ExampleSettings | None = None) -> None:
-        """Start empty."""
+        """Start without blocks."""
         logger.info("example tier: custom_param=%d", (settings or ExampleSettings()).custom_param)
         self._blocks: dict[OffloadKey, _Rows] = {}
         self._rows: _Rows | None = None

@@ -1,4 +1,4 @@
-"""Which transport serves a layout's tensors."""
+"""The choice of a transport for a layout's tensors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from kvoffload_async.errors import naming_shortage
 from kvoffload_async.transport.cuda import CudaTransport
 from kvoffload_async.transport.host import HostTransport
 from kvoffload_async.transport.layout import KVLayout
-from kvoffload_async.transport.streams import CudaRuntime, DeviceRuntime
+from kvoffload_async.transport.streams import DeviceRuntime
 
 
 def create_transport(
@@ -34,5 +34,5 @@ def create_transport(
         if runtime is None and layout.device.type == "cpu":
             return HostTransport(layout, kv_view, cell_offset_bytes=cell_offset_bytes)
         return CudaTransport(
-            layout, kv_view, cell_offset_bytes=cell_offset_bytes, runtime=runtime or CudaRuntime()
+            layout, kv_view, cell_offset_bytes=cell_offset_bytes, runtime=runtime or DeviceRuntime()
         )

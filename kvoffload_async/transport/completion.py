@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class CompletableTransfer(Transfer):
-    """Ends when `end` is called, exactly once, after the last byte has moved."""
+    """A transfer that ends when `end` is called, exactly once, after the last byte has moved."""
 
     def __init__(self) -> None:
         self._ended: Future[TransferOutcome] = Future()
@@ -33,7 +33,7 @@ class CompletableTransfer(Transfer):
         self._ended.set_result(outcome)
 
     def fail(self, cause: Exception) -> None:
-        """End with an error. Thread: any."""
+        """End the transfer with an error. Thread: any."""
         self.end(failed(cause))
 
 
@@ -55,7 +55,7 @@ async def outcome_of(transfer: Transfer) -> TransferOutcome:
 
 
 def failed(cause: BaseException) -> TransferOutcome:
-    """Return the outcome for an error; drops its frames, which hold slots."""
+    """Return the failed outcome for an error; drops its traceback, which refers to slots."""
     if logger.isEnabledFor(logging.DEBUG):
         logger.debug("a transfer failed:\n%s", "".join(traceback.format_exception(cause)))
     drop_tracebacks(cause)

@@ -9,8 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +32,7 @@ from kvoffload_async.transport.layout import KVLayout, PageTable
 if TYPE_CHECKING:
     import torch
 
-    from kvoffload_async.block_io.native_copies import Copies, Memory, NativeCopies
+    from kvoffload_async.block_io.native_copies import Copies, Memory
 
 
 Bytes = npt.NDArray[np.uint8]
@@ -41,65 +40,11 @@ Bytes = npt.NDArray[np.uint8]
 _START_FAILED_S = 5.0
 
 LEAST_BYTES = 256 << 10
-"""Below this size, waking another thread takes longer than the copy."""
-
-
-class Copier(Protocol):
-    """Copies between a layout's tensors and slots. Not thread-safe."""
-
-    def copy(self, direction: Direction, group: int, part: GroupCopies) -> None:
-        """Copy one group's part of a transfer; blocks until done."""
-        ...
-
-    def close(self) -> None:
-        """Release the memory."""
-        ...
-
-
-def create_copier(layout: KVLayout, rows: Bytes, cell_offset_bytes: int) -> Copier:
-    """Create a copier.
-
-    Args:
-        layout: The tensors.
-        rows: The slots, `[num_slots, slot_bytes]`.
-        cell_offset_bytes: Offset of this worker's cell in a slot.
-
-    Raises:
-        ConfigError: Native code is required but unavailable.
-        OSError: Threads cannot be started.
-    """
-    copies = create_copies()
-    if copies is None:
-        return _NumpyCopier(layout, rows, cell_offset_bytes)
-    return _NativeCopier(copies, layout, rows, cell_offset_bytes)
-
-
-class _NumpyCopier:
-    """Copies with numpy, holding the GIL."""
-
-    def __init__(self, layout: KVLayout, rows: Bytes, cell_offset_bytes: int) -> None:
-        per_chunk = layout.blocks_per_chunk
-        self._groups = [
-            [
-                (table.pages.numpy(), _cells(rows, cell_offset_bytes, table, per_chunk))
-                for table in group
-            ]
-            for group in layout.groups
-        ]
-
-    def copy(self, direction: Direction, group: int, part: GroupCopies) -> None:
-        for device, host in self._groups[group]:
-            if direction is Direction.STORE:
-                host[part.slots, part.positions] = device[part.blocks]
-            else:
-                device[part.blocks] = host[part.slots, part.positions]
-
-    def close(self) -> None:
-        self._groups.clear()
+"""Minimum bytes copied by native threads; for less, waking a thread takes longer than copying."""
 
 
 class _Table(NamedTuple):
-    """One tensor's pages.
+    """The layout of one tensor's pages, for native copies.
 
     Attributes:
         device: Its bytes, including gaps between pages.
@@ -114,21 +59,40 @@ class _Table(NamedTuple):
     cell_bytes: int
 
 
-class _NativeCopier:
-    """Copies all tensors of a group at once with native threads; small copies with numpy.
+class Copier:
+    """Copies between a layout's tensors and slots, with native threads or numpy.
 
-    Owns `copies`.
+    Native threads copy all tensors of a group at once. Numpy copies small parts, and all parts
+    without native code; it holds the GIL. Not thread-safe.
     """
 
-    def __init__(
-        self, copies: NativeCopies, layout: KVLayout, rows: Bytes, cell_offset_bytes: int
-    ) -> None:
-        self._copies = copies
-        self._small = _NumpyCopier(layout, rows, cell_offset_bytes)
+    def __init__(self, layout: KVLayout, rows: Bytes, cell_offset_bytes: int) -> None:
+        """Map the memory and start the threads.
+
+        Args:
+            layout: The tensors.
+            rows: The slots, `[num_slots, slot_bytes]`.
+            cell_offset_bytes: Offset of this worker's cell in a slot.
+
+        Raises:
+            ConfigError: Native code is required but unavailable.
+            OSError: Threads cannot be started.
+        """
         self._slot_bytes = rows.shape[1]
         self._block_bytes = layout.block_bytes
-        self._host = copies.map(rows)
+        per_chunk = layout.blocks_per_chunk
         self._groups = [
+            [
+                (table.pages.numpy(), _cells(rows, cell_offset_bytes, table, per_chunk))
+                for table in group
+            ]
+            for group in layout.groups
+        ]
+        self._copies = copies = create_copies()
+        if copies is None:
+            return
+        self._host = copies.map(rows)
+        self._tables = [
             [
                 _Table(
                     copies.map(_flat(table.pages)),
@@ -142,17 +106,24 @@ class _NativeCopier:
         ]
 
     def copy(self, direction: Direction, group: int, part: GroupCopies) -> None:
-        tables = self._groups[group]
-        if len(part.blocks) * self._block_bytes[group] < LEAST_BYTES:
-            self._small.copy(direction, group, part)
-        else:
-            self._copies.copy(self._batches(direction, tables, part))
+        """Copy one group's part of a transfer; blocks until done."""
+        is_small = len(part.blocks) * self._block_bytes[group] < LEAST_BYTES
+        if self._copies is not None and not is_small:
+            self._copies.copy(self._batches(direction, self._tables[group], part))
+            return
+        for device, host in self._groups[group]:
+            if direction is Direction.STORE:
+                host[part.slots, part.positions] = device[part.blocks]
+            else:
+                device[part.blocks] = host[part.slots, part.positions]
 
     def close(self) -> None:
-        self._copies.close()
-        self._small.close()
-        for memory in (self._host, *(table.device for group in self._groups for table in group)):
-            memory.release()
+        """End the threads, and release the memory."""
+        self._groups.clear()
+        if self._copies is not None:
+            self._copies.close()
+            for memory in (self._host, *(t.device for group in self._tables for t in group)):
+                memory.release()
 
     def _batches(
         self, direction: Direction, tables: Sequence[_Table], part: GroupCopies
@@ -174,7 +145,7 @@ class _NativeCopier:
 
 
 def _flat(pages: torch.Tensor) -> Bytes:
-    """Return the bytes from the first page to the last, including gaps."""
+    """Return a tensor's bytes from the first page to the last, including gaps."""
     size = (pages.shape[0] - 1) * pages.stride(0) + pages.shape[1]
     flat: Bytes = pages.as_strided((size,), (1,)).numpy()
     return flat
@@ -191,32 +162,13 @@ def _cells(rows: Bytes, offset_bytes: int, table: PageTable, blocks_per_chunk: i
     )
 
 
-class HostEvent:
-    """An event in the simulated compute stream."""
+class HostEvent(threading.Event):
+    """An event in the simulated compute stream; `set` triggers it."""
 
     def __init__(self, *, reached: bool = True) -> None:
-        self._event = threading.Event()
+        super().__init__()
         if reached:
-            self._event.set()
-
-    def reach(self) -> None:
-        """Trigger the event. Thread: any."""
-        self._event.set()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait for the event; False on timeout."""
-        return self._event.wait(timeout_s)
-
-
-@dataclass(slots=True)
-class TransferFaults:
-    """Injected faults of a direction; tests may change them at any time.
-
-    Attributes:
-        before_copy: Called with each transfer, in order, before it copies; may block or raise.
-    """
-
-    before_copy: Callable[[BlockCopies], None] | None = None
+            self.set()
 
 
 class HostTransfer(CompletableTransfer):
@@ -229,20 +181,12 @@ class HostTransfer(CompletableTransfer):
         self.parts: Sequence[GroupCopies] = ()
 
 
-@dataclass(slots=True)
-class _DirectionQueue:
-    """One direction: a FIFO, its thread and copier."""
-
-    copier: Copier
-    queue: queue.SimpleQueue[HostTransfer | None] = field(default_factory=queue.SimpleQueue)
-    thread: threading.Thread = field(init=False)
-
-
 class HostTransport(Transport):
     """Copies between host tensors that simulate a device and the primary's slots.
 
     Attributes:
-        faults: Injected faults, by direction.
+        before_copy: Direction -> called with each transfer before it copies; may block or raise.
+            For tests, which may change it at any time.
     """
 
     is_on_host = True
@@ -272,16 +216,20 @@ class HostTransport(Transport):
         layout.require_room(rows.shape[1], cell_offset_bytes)
         self._release_pages = hold_pages(kv_view, "a host transport")
         self._num_slots = rows.shape[0]
-        self.faults = {Direction.LOAD: TransferFaults(), Direction.STORE: TransferFaults()}
+        self.before_copy: dict[Direction, Callable[[BlockCopies], None] | None] = {}
         self._layout = layout
         self._compute_timeout_s = compute_timeout_s
         self._closed = False
-        self._directions: dict[Direction, _DirectionQueue] = {}
+        self._copiers: dict[Direction, Copier] = {}
+        self._submitted: dict[Direction, queue.SimpleQueue[HostTransfer | None]] = {
+            direction: queue.SimpleQueue() for direction in (Direction.LOAD, Direction.STORE)
+        }
+        self._threads: list[threading.Thread] = []
         try:
-            for direction in (Direction.LOAD, Direction.STORE):
-                copier = create_copier(layout, rows, cell_offset_bytes)
+            for direction in self._submitted:
+                copier = self._copiers[direction] = Copier(layout, rows, cell_offset_bytes)
                 try:
-                    self._directions[direction] = self._started(direction, copier)
+                    self._start(direction)
                 except BaseException:
                     copier.close()
                     raise
@@ -305,36 +253,32 @@ class HostTransport(Transport):
         except TransportError as error:
             transfer.fail(error)
             return transfer
-        self._directions[copies.direction].queue.put(transfer)
+        self._submitted[copies.direction].put(transfer)
         return transfer
 
     def close(self, timeout_s: float) -> bool:
         self._closed = True
         deadline_s = time.monotonic() + timeout_s
-        for entry in self._directions.values():
-            entry.queue.put(None)
-        threads = [entry.thread for entry in self._directions.values()]
-        for thread in threads:
+        for submitted in self._submitted.values():
+            submitted.put(None)
+        for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
-        if any(thread.is_alive() for thread in threads):
+        if any(thread.is_alive() for thread in self._threads):
             return False
         self._release_pages()
         return True
 
     # -- internal -------------------------------------------------------------------------------
 
-    def _started(self, direction: Direction, copier: Copier) -> _DirectionQueue:
-        """Start a direction's thread, which closes the copier at its end."""
-        entry = _DirectionQueue(copier)
+    def _start(self, direction: Direction) -> None:
         name = f"kvoffload-copy-{direction.name.lower()}"
-        entry.thread = threading.Thread(
-            target=self._serve, args=(direction, entry), name=name, daemon=True
-        )
-        entry.thread.start()
-        return entry
+        thread = threading.Thread(target=self._serve, args=(direction,), name=name, daemon=True)
+        thread.start()
+        self._threads.append(thread)
 
-    def _serve(self, direction: Direction, entry: _DirectionQueue) -> None:
-        while (transfer := entry.queue.get()) is not None:
+    def _serve(self, direction: Direction) -> None:
+        """Perform the transfers of a direction in order, then close its copier."""
+        while (transfer := self._submitted[direction].get()) is not None:
             started_s = time.monotonic()
             try:
                 self._perform(direction, transfer)
@@ -344,13 +288,12 @@ class HostTransport(Transport):
                 seconds = time.monotonic() - started_s
                 num_bytes = self._layout.num_bytes(transfer.parts)
                 transfer.end(TransferOutcome(num_bytes, seconds))
-        entry.copier.close()
+        self._copiers[direction].close()
 
     def _perform(self, direction: Direction, transfer: HostTransfer) -> None:
         if not transfer.after.wait(self._compute_timeout_s):
             raise TransportError("the compute event timed out")
-        hook = self.faults[direction].before_copy
-        if hook is not None:
+        if (hook := self.before_copy.get(direction)) is not None:
             hook(transfer.copies)
         for index, part in enumerate(transfer.parts):
-            self._directions[direction].copier.copy(direction, index, part)
+            self._copiers[direction].copy(direction, index, part)

@@ -20,12 +20,12 @@ from kvoffload_async.types import BlockIds
 
 _KEY_AND_VALUE = 2
 _KEY_AND_VALUE_DIMS = 4
-"""Key or value, block, token, and at least one dimension per token."""
+"""Minimum rank of a key-and-value tensor: key or value, block, token, data of a token."""
 
 
 @dataclass(frozen=True, slots=True)
 class PageTable:
-    """One tensor's pages.
+    """The pages of one KV-cache tensor.
 
     Attributes:
         pages: uint8 `[num_blocks, page_bytes]`, a view of the caller's memory; rows may be strided,
@@ -44,7 +44,7 @@ class PageTable:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """All page tables, by group.
+    """The page tables of all KV-cache groups.
 
     Attributes:
         groups: The page tables of each KV-cache group.
@@ -72,7 +72,7 @@ class KVLayout:
         return next(table.pages.device for group in self.groups for table in group)
 
     def require_room(self, slot_bytes: int, cell_offset_bytes: int) -> None:
-        """Raise ConfigError unless a slot holds a chunk at `cell_offset_bytes`."""
+        """Raise ConfigError unless a slot has room for a chunk at `cell_offset_bytes`."""
         if not 0 <= cell_offset_bytes <= slot_bytes - self.chunk_bytes:
             raise ConfigError(
                 f"block_bytes: a slot of {slot_bytes} bytes does not hold a chunk of "
@@ -101,7 +101,7 @@ class KVLayout:
         return parts
 
     def num_bytes(self, parts: Sequence[GroupCopies]) -> int:
-        """Return the bytes that a transfer copies."""
+        """Return the number of bytes that a transfer copies."""
         num_bytes = 0
         for part, block_bytes in zip(parts, self.block_bytes, strict=True):
             num_bytes += len(part.blocks) * block_bytes
@@ -114,7 +114,7 @@ def register_kv_caches(
     blocks_per_chunk: int = 1,
     block_dim: int | None = None,
 ) -> KVLayout:
-    """Describe a caller's tensors; nothing is copied.
+    """Return the layout of a caller's tensors; nothing is copied.
 
     Args:
         kv_caches: Layer name -> tensor, of any dtype, on one device.

@@ -23,7 +23,7 @@ BlockNames = npt.NDArray[np.uint64]
 
 _WORD_BYTES = 8
 _SCRATCH_BYTES = 128 * 1024
-"""A batch that fits in a core's cache, and that torch does not split among threads."""
+"""Bytes of a batch that fits in a core's cache and that torch does not split among threads."""
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -32,7 +32,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer.
+    """The memory of one layer.
 
     Attributes:
         words: int64 `[num_frames, words_per_frame]`; the end of a page may be padding.
@@ -152,7 +152,7 @@ class PagedMemory:
             yield rows[first : first + size], heads[first : first + size]
 
     def _on_stream(self) -> AbstractContextManager[object]:
-        """Launch on the thread's current stream."""
+        """Launch operations on the thread's current stream, inside of the context."""
         if self.runtime is None:
             return nullcontext()
         return self.runtime.stream(self.runtime.current_stream(self._device))
@@ -181,7 +181,7 @@ def require_pages(block_bytes: int, layers: int, blocks_per_chunk: int) -> None:
 
 
 def pages_bytes(num_frames: int, block_bytes: int, layers: int, blocks_per_chunk: int) -> int:
-    """Return the bytes that a `PagedMemory` allocates at most."""
+    """Return the maximum number of bytes that a `PagedMemory` allocates."""
     page_bytes = block_bytes // blocks_per_chunk + layers * (_WORD_BYTES - 1)
     return (num_frames + 1) * blocks_per_chunk * page_bytes
 

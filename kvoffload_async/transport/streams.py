@@ -1,6 +1,6 @@
 """The calls of a device's runtime that `CudaTransport` makes: streams, events and memory.
 
-`CudaRuntime` makes them with `torch.cuda`.
+`DeviceRuntime` makes them with `torch.cuda`; a subclass serves another device.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class DeviceStream(Protocol):
     """A queue of operations that the device runs in order."""
 
     def wait_event(self, event: Any) -> None:  # noqa: ANN401 - an event of the same runtime
-        """Let later operations wait for the event's latest record; none if never recorded."""
+        """Let later operations wait for the event's latest record, if there is a record."""
         ...
 
     def synchronize(self) -> None:
@@ -44,68 +44,15 @@ class DeviceStream(Protocol):
         ...
 
 
-class DeviceRuntime(Protocol):
-    """Streams, events and memory of one kind of device. Thread: any, for all calls.
+class DeviceRuntime:
+    """Streams, events and memory of CUDA devices; a subclass serves another kind of device.
 
     A call raises RuntimeError if the device refuses it, also because of an earlier operation.
+    Thread: any, for all calls.
 
     Attributes:
         device_type: The `torch.device.type` of the tensors that the runtime serves.
     """
-
-    @property
-    def device_type(self) -> str: ...
-
-    def set_device(self, device: torch.device) -> None:
-        """Make this thread use the device."""
-        ...
-
-    def create_stream(self, device: torch.device) -> DeviceStream:
-        """Return a stream that runs concurrently with the default stream."""
-        ...
-
-    def stream(self, stream: Any) -> AbstractContextManager[object]:  # noqa: ANN401 - of this runtime
-        """Launch this thread's operations on a stream, inside of the context."""
-        ...
-
-    def current_stream(self, device: torch.device) -> DeviceStream:
-        """Return the stream on which this thread launches."""
-        ...
-
-    def create_event(self, *, timed: bool = False, blocking: bool = False) -> StreamEvent:
-        """Return an event; waits for a blocking one sleep instead of spinning."""
-        ...
-
-    def is_event(self, event: object) -> TypeGuard[StreamEvent]:
-        """Return whether an object is an event of this runtime."""
-        ...
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Allocate device memory on the current stream, not initialised.
-
-        Memory that was released there may be reused at once: its last use is ordered before.
-        """
-        ...
-
-    def free_bytes(self, device: torch.device | None = None) -> int:
-        """Return the bytes that can be allocated on a device, by default the thread's."""
-        ...
-
-    def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Return whether a host tensor's memory is pinned; copies are then asynchronous."""
-        ...
-
-    def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a pinned copy of a host tensor, kept until copies launched from it have ended."""
-        ...
-
-    def cudart(self) -> Any:  # noqa: ANN401 - torch does not type its binding
-        """Return `cudaHostRegister` and `cudaHostUnregister`, which return an error code."""
-        ...
-
-
-class CudaRuntime:
-    """The runtime of the installed torch; see `DeviceRuntime`."""
 
     device_type = "cuda"
 
@@ -114,36 +61,50 @@ class CudaRuntime:
         return torch.cuda.is_available()
 
     def set_device(self, device: torch.device) -> None:
+        """Make this thread use the device."""
         torch.cuda.set_device(device)
 
-    def create_stream(self, device: torch.device) -> torch.cuda.Stream:
+    def create_stream(self, device: torch.device) -> DeviceStream:
+        """Return a stream that runs concurrently with the default stream."""
         return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # untyped in torch
 
-    def stream(self, stream: torch.cuda.Stream) -> AbstractContextManager[object]:
+    def stream(self, stream: Any) -> AbstractContextManager[object]:  # noqa: ANN401 - of this runtime
+        """Launch this thread's operations on a stream, inside of the context."""
         return torch.cuda.stream(stream)
 
-    def current_stream(self, device: torch.device) -> torch.cuda.Stream:
+    def current_stream(self, device: torch.device) -> DeviceStream:
+        """Return the stream on which this thread launches."""
         return torch.cuda.current_stream(device)
 
-    def create_event(self, *, timed: bool = False, blocking: bool = False) -> torch.cuda.Event:
+    def create_event(self, *, timed: bool = False, blocking: bool = False) -> StreamEvent:
+        """Return an event; a thread that waits for a blocking event sleeps instead of spinning."""
         return torch.cuda.Event(  # type: ignore[no-untyped-call]  # untyped in torch
             enable_timing=timed, blocking=blocking
         )
 
     def is_event(self, event: object) -> TypeGuard[StreamEvent]:
+        """Return whether an object is an event of this runtime."""
         return isinstance(event, torch.cuda.Event)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Allocate device memory on the current stream, not initialised.
+
+        Memory that was released there may be reused at once: its last use is ordered before.
+        """
         return torch.empty(tuple(shape), dtype=dtype, device=device)
 
     def free_bytes(self, device: torch.device | None = None) -> int:
+        """Return the free memory of a device in bytes; by default, of the thread's device."""
         return torch.cuda.mem_get_info(device)[0]
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Return whether a host tensor's memory is pinned; copies are then asynchronous."""
         return tensor.is_pinned()
 
     def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a pinned copy of a host tensor, kept until copies launched from it have ended."""
         return tensor.pin_memory()
 
     def cudart(self) -> Any:  # noqa: ANN401 - torch does not type its binding of the CUDA runtime
+        """Return `cudaHostRegister` and `cudaHostUnregister`, which return an error code."""
         return torch.cuda.cudart()  # type: ignore[no-untyped-call]  # untyped in torch

@@ -21,9 +21,9 @@ from async_engine.worlds import (
     turns,
 )
 from own_threads import Threadless
+from scripted_tier import ScriptedTier
 
-from kvoffload_async.async_engine.lifecycle import on_helper
-from kvoffload_async.async_engine.surface import OffloadEngine
+from kvoffload_async.async_engine.surface import OffloadEngine, on_helper
 from kvoffload_async.async_engine.transfers import EngineBounds
 from kvoffload_async.errors import (
     ClosedError,
@@ -34,7 +34,6 @@ from kvoffload_async.errors import (
     TransportError,
 )
 from kvoffload_async.runtime.helper_thread import HelperThread
-from kvoffload_async.testing import ScriptedTier
 
 CONFIG = {"cpu_bytes_to_use": 4 * 4096, "block_bytes": 32, "model": "test"}
 DEADLINE_S = 60.0

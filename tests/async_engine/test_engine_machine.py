@@ -30,6 +30,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from planner_invariants import check_quiescent
 from transport.watched import WatchedTransport
 
+from kvoffload_async.abc.tier import Direction
 from kvoffload_async.async_engine.surface import OffloadEngine
 from kvoffload_async.async_engine.transfers import EngineBounds
 from kvoffload_async.core.invariants import check_state
@@ -365,8 +366,7 @@ class Game:
 
     def create_transport(self, view):
         self.transport = WatchedTransport(self.layout, view)
-        for faults in self.transport.faults.values():
-            faults.before_copy = self.sometimes_fail
+        self.transport.before_copy = dict.fromkeys(Direction, self.sometimes_fail)
         return self.transport
 
     def sometimes_fail(self, _copies):

@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 from async_engine.worlds import PROBED, Tier, hashes, key, on_loop, opened, register, turns
+from scripted_tier import Operation
 
 from kvoffload_async.abc.tier import TierCapabilities
-from kvoffload_async.testing import Operation
 from kvoffload_async.types import Locality
 
 

@@ -18,10 +18,10 @@ from async_engine.worlds import (
     opened,
     turns,
 )
+from scripted_tier import Operation
 
 from kvoffload_async.async_engine.transfers import EngineBounds
 from kvoffload_async.errors import StateError
-from kvoffload_async.testing import Operation
 from kvoffload_async.types import ReqContext
 
 

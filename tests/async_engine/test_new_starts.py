@@ -14,9 +14,9 @@ from async_engine.worlds import (
     opened,
     turns,
 )
+from scripted_tier import Operation
 
 from kvoffload_async.errors import ClosedError, ConfigError, InvalidatedError
-from kvoffload_async.testing import Operation
 
 
 async def found(world, text, name="reader"):

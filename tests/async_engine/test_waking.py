@@ -19,12 +19,12 @@ from async_engine.worlds import (
     register,
     turns,
 )
+from scripted_tier import Operation
 
 from kvoffload_async.async_engine.transfers import EngineBounds
 from kvoffload_async.errors import BusyError, StateError, TierUnavailableError
 from kvoffload_async.facade import tier_group
 from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.testing import Operation
 from kvoffload_async.tiers.example import ExampleTier
 from kvoffload_async.types import JobResult, LookupResult
 

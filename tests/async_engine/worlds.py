@@ -14,13 +14,13 @@ from typing import ClassVar
 import numpy as np
 import torch
 from planner_invariants import check_quiescent
+from scripted_tier import ScriptedTier
 
 from kvoffload_async.abc.tier import Direction, TierCapabilities
 from kvoffload_async.abc.transport import TransferOutcome, Transport
 from kvoffload_async.async_engine.surface import OffloadEngine
 from kvoffload_async.errors import TransportError
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
-from kvoffload_async.testing import ScriptedTier
 from kvoffload_async.transport.completion import CompletableTransfer, failed
 from kvoffload_async.transport.layout import register_kv_caches
 from kvoffload_async.types import LookupResult, make_offload_key

@@ -34,9 +34,7 @@ def test_every_figure_is_there_for_every_block_size_and_pass(bench, place):
         "in_flight": 16,
         "rounds": 2,
         "threads": 2,
-        "direct_baseline": False,
         "steady": False,
-        "keep": False,
         "warm_up": True,
     }
     machine = report["machine"]
@@ -213,8 +211,7 @@ def test_a_steady_tier_is_full_before_it_is_measured(bench, place, monkeypatch, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keeps", [False, True])
-def test_a_kept_store_is_opened_and_filled_once(bench, place, monkeypatch, keeps):
+def test_each_round_opens_fills_and_closes_a_store(bench, place, monkeypatch):
     opened, closed, stored = [], [], 0
     manager = FileSystemTierManager
     init, submit, shutdown = manager.__init__, manager.submit_store, manager.shutdown
@@ -236,13 +233,11 @@ def test_a_kept_store_is_opened_and_filled_once(bench, place, monkeypatch, keeps
     monkeypatch.setattr(manager, "__init__", opening)
     monkeypatch.setattr(manager, "submit_store", counting)
     monkeypatch.setattr(manager, "shutdown", closing)
-    options = ("--rounds", "3", "--steady", "--no-warm-up", *(["--keep"] if keeps else []))
+    options = ("--rounds", "3", "--steady", "--no-warm-up")
     report = bench("--tier", f"fs:root_dir={place},capacity_bytes=1MiB", *options)
-    assert report["settings"]["keep"] == keeps
-    stores = 1 if keeps else 3
-    assert len(closed) == len(opened) == 1 + stores, "the rehearsal has its own"
+    assert len(closed) == len(opened) == 1 + 3, "the rehearsal has its own"
     assert len(set(opened)) == len(opened)
-    assert stored == 4096 + stores * 8 * 128 * 1024 + 3 * 160 * 1024
+    assert stored == 4096 + 3 * (8 * 128 + 160) * 1024
     standing = report["sizes"][0]["contenders"]["fs"]
     assert standing["failed_jobs"] == standing["wrong_blocks"] == 0
     assert list(place.iterdir()) == []
@@ -320,9 +315,7 @@ def test_the_packages_own_command_has_the_plans_defaults(tmp_path):
         "in_flight": 16,
         "rounds": 1,
         "threads": suitable_threads(),
-        "direct_baseline": False,
         "steady": False,
-        "keep": False,
         "warm_up": True,
     }
 

@@ -4,7 +4,6 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +13,7 @@ from kvoffload_async.bench.baseline import (
     Payload,
     PlainBaseline,
     RecyclingBaseline,
+    extents,
     measure_memcpy,
 )
 from kvoffload_async.bench.contender import Place, UnfitError
@@ -80,17 +80,19 @@ def test_every_job_is_submitted_once_and_never_more_than_allowed_are_under_way(
     fails = data.draw(st.frozensets(st.integers(1, num_jobs)))
     tier = ScriptedTier(data.draw, fails)
     jobs = {job_id: job_id for job_id in range(1, num_jobs + 1)}
-    outcome = drive(tier, jobs, Jobs(num_jobs, 2, BLOCK), is_load=False, in_flight=in_flight)
+    shape = Jobs(num_jobs, 2, BLOCK)
+    sample, failures = drive(tier, jobs, shape, is_load=False, in_flight=in_flight)
     assert tier.calls == [("store", job_id) for job_id in jobs]
     assert tier.most == min(in_flight, num_jobs)
-    assert outcome.failures == ("broken",) * len(fails)
-    assert outcome.sample["wall_us_per_job"] > 0
+    assert failures == ["broken"] * len(fails)
+    assert sample["wall_us_per_job"] > 0
 
 
-def test_a_pass_in_which_nothing_ends_is_given_up():
+def test_a_pass_in_which_nothing_ends_is_given_up(monkeypatch):
+    monkeypatch.setattr("kvoffload_async.bench.rounds.STALL_S", 0.001)
     tier = ScriptedTier(never_ends=True)
     with pytest.raises(UnfitError, match=r"no job has ended for 0\.001 s; 1 were to end"):
-        drive(tier, {1: 1}, Jobs(1, 1, BLOCK), is_load=True, in_flight=1, stall_s=0.001)
+        drive(tier, {1: 1}, Jobs(1, 1, BLOCK), is_load=True, in_flight=1)
     assert tier.calls == [("load", 1)]
 
 
@@ -110,11 +112,11 @@ def test_the_baseline_moves_every_byte_in_large_pieces_of_whole_blocks(
     tmp_path, num_jobs, keys_per_job, block_bytes, num_extents
 ):
     jobs = Jobs(num_jobs, keys_per_job, block_bytes)
-    cuts = baseline_module._cuts(jobs)
-    assert len(cuts) == num_extents
-    assert [start for start, _ in cuts] == np.cumsum([0, *(size for _, size in cuts[:-1])]).tolist()
-    assert sum(size for _, size in cuts) == jobs.num_bytes
-    assert all(size % block_bytes == 0 for _, size in cuts)
+    starts = extents(jobs)
+    assert len(starts) == num_extents
+    assert starts[0] == 0
+    assert starts[-1] < jobs.num_bytes <= starts[-1] + starts.step
+    assert starts.step % block_bytes == 0
     with Payload(jobs.num_keys, block_bytes) as payload, Place(str(tmp_path), "here") as place:
         samples = PlainBaseline(place).measure(PLAN, payload, jobs)
         assert samples.keys() == {"store", "load"}
@@ -197,8 +199,7 @@ def test_a_jobs_latency_begins_when_the_one_that_made_way_for_it_ends():
 def test_a_job_ends_with_the_last_of_its_pieces():
     mib = 1 << 20
     jobs = Jobs(num_jobs=2, keys_per_job=3, block_bytes=mib // 2)  # 1.5 extents a job
-    ended_s = {0: 5.0, mib: 3.0, 2 * mib: 4.0}
-    assert baseline_module._job_ends(jobs, ended_s) == [5.0, 4.0]
+    assert baseline_module._job_ends(jobs, range(0, 3 * mib, mib), [5.0, 3.0, 4.0]) == [5.0, 4.0]
 
 
 def test_only_right_bytes_count_as_right():

@@ -24,9 +24,6 @@ def measured(num_turns, sizes="4KiB", tier="example"):
         in_flight=2,
         rounds=ROUNDS,
         threads=2,
-        direct_baseline=False,
-        steady=False,
-        keep=False,
         warm_up=False,
     )
     done = []

@@ -25,7 +25,8 @@ from kvoffload_async.registry import create_policy
 from kvoffload_async.runtime.io_pool import IoPool
 from kvoffload_async.testing.harness import TierHarness, key_of
 from kvoffload_async.tiers.files.ops import FileOps
-from kvoffload_async.tiers.fs.tier import FsSettings, FsTier
+from kvoffload_async.tiers.fs.settings import FsSettings
+from kvoffload_async.tiers.fs.tier import FsTier
 from kvoffload_async.tiers.slab.tier import SlabSettings, SlabTier
 
 pytestmark = pytest.mark.bench
@@ -44,8 +45,7 @@ ENVIRONMENT = {"python": "0", "native": "require"}
 
 
 def fs(root: Path, **options) -> FsTier:
-    settings = FsSettings(root_dir=str(root), run_config=FIELDS, **options)
-    return FsTier(settings, partial(create_policy, "lru"))
+    return FsTier(FsSettings(root_dir=str(root), run_config=FIELDS, **options))
 
 
 def slab(root: Path) -> SlabTier:
@@ -74,13 +74,13 @@ class Counted:
         self.hand_overs = self.python_calls = 0
         for name in CALLS:
             monkeypatch.setattr(FileOps, name, self._counting(getattr(FileOps, name)))
-        submit = IoPool._submit
+        run = IoPool.run
 
-        def counting(pool, direction, call, helpers, future):
+        def counting(pool, direction, call, *, helpers=0, withdraw=None):
             self.hand_overs += 1 + helpers
-            return submit(pool, direction, call, helpers, future)
+            return run(pool, direction, call, helpers=helpers, withdraw=withdraw)
 
-        monkeypatch.setattr(IoPool, "_submit", counting)
+        monkeypatch.setattr(IoPool, "run", counting)
 
     def _counting(self, call):
         def counting(*args, **kwargs):

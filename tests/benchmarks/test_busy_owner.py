@@ -21,7 +21,7 @@ import pytest
 from laboratory.peers import load_peer
 
 from kvoffload_async.bench.baseline import Payload
-from kvoffload_async.bench.contender import OwnTier
+from kvoffload_async.bench.contender import Contender
 from kvoffload_async.types import as_block_ids, make_offload_key
 
 BLOCKS = 16
@@ -74,8 +74,8 @@ class Owner:
 
 
 def contenders():
-    yield OwnTier({"type": "slab"})
-    yield OwnTier({"type": "fs"})
+    yield Contender({"type": "slab"})
+    yield Contender({"type": "fs"})
     if importlib.util.find_spec("vllm") is not None:
         yield load_peer({"type": "vllm-fs"})
 

@@ -157,7 +157,7 @@ def test_walks_over_many_blocks(filled, request, capsys):
         cpu_s, found = harness.run(whole_cycle(harness.tier._housekeeping))
         harness.run(pulse.stop())
         assert found == count
-        assert len(harness.tier._space.known()) == count
+        assert len(harness.tier._space._policy) == count
         sample = [key_of(n) for n in range(0, count, max(1, count // SAMPLE))][:SAMPLE]
         parts = parts_of(sample)
         walking = harness.tier._housekeeping._walking
@@ -168,7 +168,7 @@ def test_walks_over_many_blocks(filled, request, capsys):
                 harness.run(evict(harness.tier, len(part)))
         harness.on_loop(walking.release)
         left = count - len(sample[: count // 2])
-        assert len(harness.tier._space.known()) == left
+        assert len(harness.tier._space._policy) == left
     finally:
         with timed(figures, "close"):
             harness.close()

@@ -18,6 +18,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -168,7 +169,7 @@ def test_throughput_against_bare_files(tmp_path, request, size, verify):
         pools = []
         bare_root = tmp_path / "bare"
         bare_root.mkdir()
-        with LoopThread() as loop:
+        with closing(LoopThread()) as loop:
             bridge = Bridge(
                 loop, lambda *threads, pools=pools: pools.append(IoPool(*threads)) or pools[-1]
             )

@@ -18,7 +18,6 @@ import itertools
 import mmap
 import random
 import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,8 @@ from kvoffload_async.core.index import ExactIndex
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.registry import create_policy
 from kvoffload_async.testing.harness import TierHarness
-from kvoffload_async.tiers.fs.tier import FsSettings, FsTier
+from kvoffload_async.tiers.fs.settings import FsSettings
+from kvoffload_async.tiers.fs.tier import FsTier
 from kvoffload_async.tiers.slab.tier import SlabSettings, SlabTier
 from kvoffload_async.types import ReqContext, make_offload_key
 
@@ -47,11 +47,15 @@ def resident_bytes():
 
 
 def make_tier(kind, root, policy, capacity_bytes):
-    common = {"root_dir": str(root), "run_config": {"model_name": "m"}}
-    create = partial(create_policy, policy)
+    common = {
+        "root_dir": str(root),
+        "run_config": {"model_name": "m"},
+        "capacity_bytes": capacity_bytes,
+        "eviction_policy": policy,
+    }
     if kind == "fs":
-        return FsTier(FsSettings(capacity_bytes=capacity_bytes, **common), create)
-    return SlabTier(SlabSettings(capacity_bytes=capacity_bytes, stripes=3, **common), create)
+        return FsTier(FsSettings(**common))
+    return SlabTier(SlabSettings(stripes=3, **common))
 
 
 def opened(kind, root, policy, capacity_bytes=CAPACITY):

@@ -20,7 +20,8 @@ import pytest
 from kvoffload_async import TieringOffloadingManager, TieringOffloadingSpec
 from kvoffload_async.core.planner import Planner
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
-from kvoffload_async.replay.run import ReplayOptions, replay
+from kvoffload_async.replay.drivers import ReplayOptions
+from kvoffload_async.replay.run import replay
 from kvoffload_async.replay.source import ChatWorkload
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.types import ReqContext

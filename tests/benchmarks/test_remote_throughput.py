@@ -19,6 +19,7 @@ import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 
 import numpy as np
 import obstore
@@ -32,10 +33,10 @@ from servers.valkey import ValkeyServer
 
 from kvoffload_async.testing.harness import ManagerHarness, key_of, make_job
 from kvoffload_async.tiers.mooncake.tier import MooncakeTier
-from kvoffload_async.tiers.object.tier import ObjectSettings, ObjectTier
+from kvoffload_async.tiers.object.tier import ObjectTier
 from kvoffload_async.tiers.remote.settings import RemoteSettings
-from kvoffload_async.tiers.valkey.address import Address
-from kvoffload_async.tiers.valkey.tier import ValkeySettings, ValkeyTier
+from kvoffload_async.tiers.valkey.address import Address, ValkeySettings
+from kvoffload_async.tiers.valkey.tier import ValkeyTier
 
 KIB, MIB = 1 << 10, 1 << 20
 JOB_BLOCKS = 16
@@ -46,7 +47,7 @@ TIMEOUT_S = 100.0
 THREADS = 2
 """As many as a tier has here by default: each helps in the direction that it does not prefer."""
 DEADLINES = {"call_timeout_s": TIMEOUT_S, "job_timeout_s": TIMEOUT_S}
-REMOTE = RemoteSettings(**DEADLINES)
+REMOTE = RemoteSettings()
 
 
 class Valkey:
@@ -80,7 +81,7 @@ class Object:
     def __init__(self, folder, stack):
         server = stack.enter_context(SeaweedServer(folder, "-volume.max=200"))
         connection = server.connection("tier", timeout_s=TIMEOUT_S)
-        self.tier = ObjectTier(ObjectSettings(connection=connection, remote=REMOTE))
+        self.tier = ObjectTier(replace(connection, **DEADLINES))
         self._store = server.connection("alone", timeout_s=TIMEOUT_S).open()
 
     async def put(self, name, content):

@@ -40,7 +40,7 @@ from kvoffload_async.errors import BusyError, TransportError
 from kvoffload_async.facade.secondary import FileSystemTierManager, SlabTierManager
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.replay.device import FramePool
-from kvoffload_async.replay.drivers import DriverOptions
+from kvoffload_async.replay.drivers import ReplayOptions
 from kvoffload_async.replay.drivers.stepwise import StepwiseDriver
 from kvoffload_async.replay.drivers.workers import Workers
 from kvoffload_async.replay.report import Tally
@@ -335,12 +335,12 @@ def one_round(soak, manager, workers, pool, tally):
         workers,
         pool,
         tally,
-        DriverOptions(
-            tier_names=["fs", "slab"],
+        ReplayOptions(
             concurrency=CONCURRENCY,
             # What is still in flight then is ended as a cancelled request is.
             should_stop=lambda: next(steps, None) is None,
         ),
+        stall_timeout_s=120.0,
         blocks_per_step=4,
     )
     with soak.fault():

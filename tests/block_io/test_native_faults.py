@@ -24,6 +24,8 @@ from native_engine import (
 )
 from xxh3 import addresses
 
+from kvoffload_async.block_io.contract import FILE_NOT_BEGUN
+
 
 def resized(buffer: bytearray) -> bool:
     """Tell whether nothing holds a buffer."""
@@ -207,7 +209,7 @@ def test_close_cancels_what_waits_and_tells_what_it_leaves_behind(tmp_path):
     waiting.append(engine.has_files(block.root, ["leaf"]))
     assert engine.close(0.01) == 3
     loaded, stored, read, copied, found = outcomes(engine, *waiting)
-    assert loaded[0] == stored[0] == bytes([native.NOT_BEGUN]) * BLOCKS
+    assert loaded[0] == stored[0] == bytes([FILE_NOT_BEGUN]) * BLOCKS
     assert read[0] == dict.fromkeys(range(BLOCKS), errno.ECANCELED)
     assert (copied, found) == (errno.ECANCELED, b"\0")
     for call in (block.load_files, lambda: block.extents(is_store=True)):

@@ -15,9 +15,13 @@ from kvoffload_async.errors import BusyError, TierUnavailableError
 SLOT = 4096
 
 
+def batch_of(mover, rows):
+    return _Batch(mover, rows, None, None, is_store=True, is_direct=False)
+
+
 def parts(runs, part_slots, idle_threads):
     rows = range(sum(run.length for run in runs))
-    batch = _Batch(SimpleNamespace(rows=SimpleNamespace(slot_bytes=SLOT)), rows, is_store=True)
+    batch = batch_of(SimpleNamespace(slot_bytes=SLOT), rows)
     batch.divide(runs, part_slots, idle_threads)
     return list(batch.parts)
 
@@ -61,14 +65,15 @@ class Mover:
     """Moves nothing; other threads come in while a run is written."""
 
     def __init__(self, others):
-        self.rows = SimpleNamespace(slot_bytes=SLOT, each=list)
+        self.slot_bytes, self.rows = SLOT, list
         self.written = []
         self.others = others
 
-    def write(self, run, rows, *, is_direct):
+    def move(self, run, rows, *, is_write, is_direct):
         for other in [self.others.pop()] if self.others else []:
             other(self.batch)
         self.written += rows
+        return len(rows)
 
 
 OTHERS = st.lists(st.sampled_from([_Batch.move, _Batch.withdraw, lambda batch: None]), max_size=8)
@@ -78,7 +83,7 @@ OTHERS = st.lists(st.sampled_from([_Batch.move, _Batch.withdraw, lambda batch: N
 def test_several_threads_move_every_part_once_unless_it_is_withdrawn(num_rows, others):
     withdraws = _Batch.withdraw in others[-num_rows:]
     mover = Mover(others)
-    batch = mover.batch = _Batch(mover, range(num_rows), is_store=True)
+    batch = mover.batch = batch_of(mover, range(num_rows))
     batch.divide([Run(3, 0, num_rows)], 1, 0)
     batch.move()
     assert len(set(mover.written)) == len(mover.written)
@@ -90,7 +95,7 @@ def test_several_threads_move_every_part_once_unless_it_is_withdrawn(num_rows, o
 def test_a_batch_is_withdrawn_once_no_thread_moves_a_part_of_it():
     seen = []
     mover = Mover([lambda batch: seen.append(batch.withdraw())])
-    batch = mover.batch = _Batch(mover, range(4), is_store=True)
+    batch = mover.batch = batch_of(mover, range(4))
     batch.divide([Run(3, 0, 4)], 1, 0)
     batch.move()
     assert (seen, mover.written) == ([False], [0])

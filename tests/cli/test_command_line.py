@@ -13,7 +13,8 @@ from preloaded import python
 from rich.console import Console
 
 from kvoffload_async.cli.command import logging_to
-from kvoffload_async.cli.inputs import JsonInputError, parse_yaml
+from kvoffload_async.cli.inputs import parse_yaml
+from kvoffload_async.errors import InputError
 from kvoffload_async.replay.source import ChatWorkload
 from kvoffload_async.status.client import ask, parse_report
 
@@ -105,13 +106,13 @@ def test_a_variable_names_the_configuration_where_nothing_else_does(command, mon
     ],
 )
 def test_what_json_cannot_say_is_refused(text, reason):
-    with pytest.raises(JsonInputError, match=reason):
+    with pytest.raises(InputError, match=reason):
         parse_yaml(text)
 
 
 def test_without_pyyaml_the_remedy_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
-    with pytest.raises(JsonInputError, match=r"install kvoffload-async\[yaml\]"):
+    with pytest.raises(InputError, match=r"install kvoffload-async\[yaml\]"):
         parse_yaml("a: 1")
 
 

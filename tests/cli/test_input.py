@@ -65,7 +65,7 @@ def test_an_unknown_tier_is_answered_with_the_nearest_name(command):
         (["--tier", "example:custom_param=x"], "custom_param: 'x' is not valid"),
         (["--tier", "example:io_timeout_s=soon"], "io_timeout_s: 'soon' is not valid"),
         (["--tier", "example:enable_kv_events=3"], "enable_kv_events: 3 is not valid"),
-        (["--tier", "example:custom_param"], "expected TYPE[:key=value,...]"),
+        (["--tier", "example:a=1,custom_param"], "'example': option 2 is not key=value; expected"),
         (["--tier", "example:a=1,a=2"], "'a' is given twice"),
         (["--tier", ":a=1"], "no type"),
         (["--tier", "Nothing:module_path=json"], "no attribute 'Nothing'"),

@@ -7,9 +7,9 @@ from typing import get_type_hints
 import pytest
 import typer
 
-from kvoffload_async.cli.app import ReplayFlags
 from kvoffload_async.cli.bench import BenchOptions
 from kvoffload_async.cli.command import errors_as_one_line
+from kvoffload_async.cli.settings import ReplayFlags
 from kvoffload_async.cli.simulate import SimulateOptions
 from kvoffload_async.cli.store import GcFlags, VerifyOptions
 

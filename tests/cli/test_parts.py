@@ -10,7 +10,7 @@ from rich.console import Console
 from kvoffload_async.cli import app as commands
 from kvoffload_async.cli.command import Interrupt
 from kvoffload_async.cli.inputs import parse_tier
-from kvoffload_async.cli.progress import Gauge, progress_bar
+from kvoffload_async.cli.output import Gauge, progress_bar
 from kvoffload_async.errors import InputError
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 
@@ -82,27 +82,27 @@ class TestInterrupt:
 class TestProgress:
     def test_shows_nothing_where_there_is_no_terminal(self):
         out = io.StringIO()
-        with progress_bar(Console(file=out), lambda: 0.5, "replay") as on_step:
-            on_step()
+        with progress_bar(Console(file=out), lambda: 0.5, "replay"):
+            pass
         assert out.getvalue() == ""
 
     def test_shows_a_share_on_a_terminal(self):
         console = Console(file=io.StringIO(), force_terminal=True, width=80)
-        with progress_bar(console, lambda: 0.25, "replay 1/2") as on_step:
-            on_step()
-            on_step()  # too soon to be shown again
+        with progress_bar(console, lambda: 0.25, "replay 1/2"):
+            pass
         assert "25%" in console.file.getvalue()
         assert "replay 1/2" in console.file.getvalue()
 
     def test_a_gauge_counts_what_is_done_of_what_is_to_be_done(self):
-        gauge, shares = Gauge(), []
-        gauge.on_change = lambda: shares.append(gauge.fraction_done)
-        gauge.advance(0)
+        gauge = Gauge()
+        assert gauge.fraction_done() == 0
         gauge.expect(4)
         gauge.advance(1)
+        assert gauge.fraction_done() == 0.25
         gauge.expect(4)
+        assert gauge.fraction_done() == 0.125
         gauge.advance(7)
-        assert shares == [0, 0, 0.25, 0.125, 1]
+        assert gauge.fraction_done() == 1
 
 
 class TestTiers:

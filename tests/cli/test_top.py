@@ -19,7 +19,8 @@ from rich.console import Console
 
 from kvoffload_async import CPUPrimaryTierOffloadingManager, TieringOffloadingSpec
 from kvoffload_async.cli import top as top_module
-from kvoffload_async.cli.top import _count, _percent, _seconds, _short, _size, picture
+from kvoffload_async.cli.output import size_text
+from kvoffload_async.cli.top import _count, _percent, _seconds, _short, picture
 from kvoffload_async.statistics import (
     EngineStatistics,
     HistogramStatistics,
@@ -47,7 +48,7 @@ def stats():
 
 def report(stats, **changes):
     fields = {"version": 1, "pid": 7, "model": "org/model", "time_s": 0.0, "uptime_s": 3661.0}
-    return EngineReport(**{**fields, "statistics": stats, "socket": {}, **changes})
+    return EngineReport(**{**fields, "statistics": stats, **changes})
 
 
 def screen(stats, width=80, height=24, complaint="", **changes):
@@ -234,14 +235,13 @@ def test_why_there_is_no_newer_reading(stats):
 
 
 def test_figures_have_three_digits_or_so():
-    assert [_size(n) for n in (0, 1, 999, 1000, 1 << 20, 150 << 20)] == [
-        *("0", "1 B", "999 B", "1.0 KiB", "1.0 MiB", "150 MiB")
+    assert [size_text(n) for n in (64 << 10, 1 << 20, 150 << 20, 3 << 29)] == [
+        *("64 KiB", "1.0 MiB", "150.0 MiB", "1.50 GiB")
     ]
     assert [_short(n) for n in (0, 999, 1000, 9950, 123456, 10**7)] == [
         *("0", "999", "1.0K", "10K", "123K", "10M")
     ]
     assert [_short(n, 1024) for n in (0.4, 1023, 3 << 20)] == ["0", "1.0K", "3.0M"]
-    assert _size(2.0**70) == "1048576 PiB"
     assert [_seconds(s) for s in (0, 25e-6, 0.00099, 0.1, 0.9999, 30)] == [
         *("0.0 us", "25.0 us", "990 us", "100 ms", "1.0 s", "30.0 s")
     ]

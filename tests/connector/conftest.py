@@ -20,6 +20,6 @@ def world(each_device):
     yield world
     world.finish()
     for direction in (STORE, LOAD):
-        world.transport.faults[direction].before_copy = None
+        world.transport.before_copy[direction] = None
     assert world.worker.shutdown(DEADLINE_S)
     assert not world.transport.violations

@@ -10,6 +10,7 @@ were. The latter is careless: what a request computes from such blocks is wrong,
 stored.
 """
 
+import math
 from collections import Counter, deque
 
 import numpy as np
@@ -429,7 +430,7 @@ class Serving:
             if refs >= 0:
                 for worker in range(self.num_workers):
                     self._check_bytes(key, self.host[slot, worker])
-        assert len(self.connector._contents._unfilled) <= self.num_blocks
+        assert len(self.connector._contents.unfilled) <= self.num_blocks
 
     def _check_bytes(self, key, number):
         assert self.contents[number] == self._expected(key), f"wrong bytes of {key!r}"
@@ -453,7 +454,8 @@ class Serving:
         planner = self.world.manager.planner
         for _ in range(max_steps):
             self.world.finish_all()  # before any deadline passes
-            self.world.runner.advance(planner.cascades.wakes_in_s(planner.now_s) or seconds)
+            wakes_in_s = planner.cascades.wakes_in_s(planner.now_s)
+            self.world.runner.advance(wakes_in_s if 0 < wakes_in_s < math.inf else seconds)
             self.world.finish_all()
             for copy in self.copies:
                 if copy.outcome is None:

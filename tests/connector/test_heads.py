@@ -1,10 +1,10 @@
 """Stores of which a head fits: what is accepted, offered again, and lost; and who goes on alone."""
 
 from connector.worlds import Desk, Request, Scripted, blocks_of, key, keys, only
+from core.terms import state_of
 from facade.worlds import EXCLUSIVE
 from facade.worlds import World as TieredWorld
 
-from kvoffload_async.core.primary import BlockState
 from kvoffload_async.facade.connector.protocol import KVGroup
 from kvoffload_async.types import PrepareStoreOutput
 
@@ -149,9 +149,9 @@ def test_a_request_that_takes_no_tokens_lets_go_of_what_was_promoted_for_it():
         request = Request("r", "abc")
         promoted(world, desk, request)
         assert desk.ask(request) == (12, True)
-        assert desk.primary.state_of(key("a")) is BlockState.PINNED
+        assert state_of(desk.primary, key("a")) == "pinned"
         desk.allocate(request, [1, 2, 3, 4])
         desk.step({request: 13})
-        assert desk.primary.state_of(key("a")) is BlockState.IDLE
+        assert state_of(desk.primary, key("a")) == "idle"
     finally:
         world.end()

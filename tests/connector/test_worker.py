@@ -130,13 +130,13 @@ def test_a_copy_that_fails_is_a_result_and_the_next_one_works(world, direction, 
         raise OSError("injected")
 
     submit = world.worker.submit_store if direction is STORE else world.worker.submit_load
-    world.transport.faults[direction].before_copy = fail
+    world.transport.before_copy[direction] = fail
     submit(1, job((1,), (1,)))
     assert world.worker.wait({1}, DEADLINE_S)
     (line,) = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
     assert line.startswith(f"{direction.name.lower()} of 1 blocks for request ")
     assert "(transfer job 1) failed: " in line
-    world.transport.faults[direction].before_copy = None
+    world.transport.before_copy[direction] = None
     submit(2, job((2,), (2,)))
     assert world.worker.wait({2}, DEADLINE_S)
     assert ended(world.worker.get_finished()) == {1: False, 2: True}

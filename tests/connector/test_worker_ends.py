@@ -46,7 +46,7 @@ def test_a_hung_copy_is_given_up_in_time_and_reported_once():
     def hang(_copies):
         hung.wait(DEADLINE_S)
 
-    world.transport.faults[STORE].before_copy = hang
+    world.transport.before_copy[STORE] = hang
     world.worker.submit_store(1, job((1,), (1,)))
     world.worker.submit_load(2, job((2,), (2,)))
     assert world.worker.wait({2}, DEADLINE_S)
@@ -132,7 +132,7 @@ def test_handlers_take_groups_and_other_block_dimensions():
         "a": torch.ones(2, 4, 8, dtype=torch.uint8),
         "b": torch.ones(2, 4, 4, dtype=torch.uint8),
     }
-    layout = spec.register_kv_caches(tensors, [["a"], ["b"]], block_dim=1)
+    layout = spec.transport_maker(tensors, [["a"], ["b"]], block_dim=1).args[0]
     assert [len(group) for group in layout.groups] == [2, 2]
     assert (layout.blocks_per_chunk, layout.chunk_bytes) == (2, 32)
     worker = spec.create_handlers(tensors, [["a"], ["b"]], block_dim=1)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from kvoffload_async.core.tier_state import TIER_FIGURES
 from kvoffload_async.types import (
     JobMetadata,
     LookupResult,
@@ -37,3 +38,21 @@ def results(jobs):
 def released(jobs):
     """The jobs whose release has not been taken from a ledger or a tier's state."""
     return [record.job.job_id for record in getattr(jobs, "jobs", jobs).take_released()]
+
+
+def figures_of(tier):
+    """Return the statistics of a tier's state."""
+    return tier.statistics(TIER_FIGURES.take(tier, 0))
+
+
+def state_of(primary, key):
+    """Return "absent", "writing", "idle" or "pinned"."""
+    pins = {each: refs for each, _, refs in primary.resident()}.get(key)
+    if pins is None:
+        return "absent"
+    return "writing" if pins < 0 else "pinned" if pins else "idle"
+
+
+def ranked(primary):
+    """Return the keys that the policy of a primary ranks, the best victim first."""
+    return primary.keys_of(tuple(primary.policy.resident()))

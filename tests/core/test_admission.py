@@ -3,6 +3,7 @@
 from math import inf
 
 import pytest
+from policies.naive_hd import known_blocks
 
 from kvoffload_async.core.admission import Admission
 from kvoffload_async.core.primary import Primary
@@ -62,7 +63,7 @@ def test_what_is_remembered_of_a_large_tier_is_bounded(monkeypatch):
     admission = create_admission(Primary(4, LruPolicy(4)), [10.0**9])
     for number in range(40):
         admission.end_request(ReqContext("r"), ks([f"{number:04}{part}" for part in "abc"]))
-    known = admission._estimates.known()
+    known = known_blocks(admission._estimates)
     assert len(known) == 20
     assert set(ks(["0039a", "0039b", "0039c"])) <= known.keys()
 

@@ -83,7 +83,7 @@ def arc_with_ghosts(num_blocks):
             primary.open_request(ctx)
             primary.touch(ctx, keys)
             primary.close_request(ctx)
-    assert len(primary.policy.b2) > 0.99 * num_blocks
+    assert len(primary.policy.lists()[3]) > 0.99 * num_blocks
     return (primary,)
 
 

@@ -4,6 +4,7 @@ import runpy
 from pathlib import Path
 
 import pytest
+from core.terms import ranked
 
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.core.primary import Primary
@@ -87,10 +88,10 @@ class Counted:
 
     def reserve(self, key):
         """Make room for one block, which comes at once; return what had to go for it."""
-        before = set(self.primary.ranked())
+        before = set(ranked(self.primary))
         assert self.primary.reserve([key])
         self.primary.complete_write([key], success=True)
-        return before - set(self.primary.ranked())
+        return before - set(ranked(self.primary))
 
 
 BOUNDED = pytest.mark.parametrize("policy", [LruPolicy, ArcPolicy, LfuPolicy])

@@ -55,6 +55,5 @@ def test_what_was_read_does_not_change_and_what_is_read_next_does():
     histogram = Histogram()
     histogram.observe(1.0)
     first = histogram.read()
-    assert histogram.read() is first, "nothing new: nothing is copied"
     histogram.observe(1.0)
     assert (first.count, histogram.read().count) == (1, 2)

@@ -1,5 +1,7 @@
 """Blocks that find no room in a tier go there later, under the engine's own request."""
 
+import math
+
 import pytest
 from core.terms import PENDING, k, ks
 from core.world import World, stored_below
@@ -131,7 +133,7 @@ def test_after_the_close_nothing_is_pending_any_more():
     assert counters(world).dropped_blocks == 2
     world.finish_job(error=TierUnavailableError("down"), failed={0, 1})
     assert counters(world).failed_store_blocks == 2
-    assert world.planner.cascades.defer(0, ks("cd"), 0.0) == 0
+    assert world.planner.cascades.defer(0, ks("cd")) == 0
     world.planner.close()
     world.wind_down()
 
@@ -199,9 +201,9 @@ def test_a_tier_that_refuses_is_asked_once_in_a_while():
 def test_the_engine_knows_when_to_try_again():
     world, ctx = narrow(num_slots=8, bound=2)
     cascades = world.planner.cascades
-    assert cascades.wakes_in_s(0.0) is None
+    assert cascades.wakes_in_s(0.0) == math.inf
     world.store(ctx, "abcd")
-    assert cascades.wakes_in_s(0.0) is None, "the end of a job will wake it"
+    assert cascades.wakes_in_s(0.0) == math.inf, "the end of a job will wake it"
     world.finish_job()
     assert cascades.wakes_in_s(0.0) == 0.0
     world.end_step()

@@ -244,7 +244,7 @@ def test_each_result_and_each_release_is_reported_when_it_comes_about():
     told = []
     ledger = new_ledger(
         lambda job, result: told.append((job.job_id, result.success, result.orphaned)),
-        lambda record: told.append(record.job.job_id),
+        lambda job: told.append(job.job_id),
     )
     for number in range(3):
         ledger.accept(job(number, "abc"))

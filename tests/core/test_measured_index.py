@@ -2,14 +2,13 @@
 
 import math
 
-from core.terms import HIT, MISS, RETRY, job, k, ks
+from core.terms import HIT, MISS, RETRY, figures_of, job, k, ks
 
 from kvoffload_async.abc.events import JobFinished, ProbeAnswered
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import FRESH_S, BreakEven, CostGatedIndex, ExactIndex, ProbedIndex
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import BlockMissingError, TierTimeoutError, TierUnavailableError
-from kvoffload_async.runtime.readings import read_tier, take_tier
 from kvoffload_async.statistics import BreakEvenStatistics
 from kvoffload_async.types import Medium, ReqContext
 
@@ -181,7 +180,7 @@ def end_load(tier, job_id, names, seconds, *, failures=None, error=None):
 
 
 def reading(tier):
-    return read_tier(take_tier(tier), tier).break_even
+    return figures_of(tier).break_even
 
 
 def test_a_tier_tells_of_its_probes_and_loads():

@@ -14,18 +14,15 @@ class Heard:
 
     def __init__(self, world):
         self.calls = []
-        sources = world.planner.sources
-        sources[:] = [self.observed(index, source) for index, source in enumerate(sources)]
+        for index, tier in enumerate(world.planner.tiers):
+            tier.lookup_many = self.observed(index, tier.lookup_many)
 
-    def observed(self, index, source):
-        heard = self
+    def observed(self, index, lookup_many):
+        def ask(keys, req_context, *, stop_at_miss):
+            self.calls.append((index, list(keys)))
+            return lookup_many(keys, req_context, stop_at_miss=stop_at_miss)
 
-        class Observed:
-            def lookup_many(self, keys, req_context, *, stop_at_miss):
-                heard.calls.append((index, list(keys)))
-                return source.lookup_many(keys, req_context, stop_at_miss=stop_at_miss)
-
-        return Observed()
+        return ask
 
     def taken(self):
         calls, self.calls = self.calls, []

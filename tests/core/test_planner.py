@@ -5,8 +5,8 @@ from core.terms import HIT, MISS, PENDING, k, ks
 from core.world import World, stored_below
 
 from kvoffload_async.abc.events import JobFinished
+from kvoffload_async.core.primary import read_primary
 from kvoffload_async.errors import IllegalTransitionError, StateError
-from kvoffload_async.runtime.readings import read_planner, read_primary, read_tier, take_snapshot
 from kvoffload_async.types import ReqContext
 
 # -- requests -----------------------------------------------------------------------------------
@@ -85,20 +85,25 @@ def test_touching_moves_nothing_but_ranks():
     world.wind_down()
 
 
-def test_lookups_ask_the_sources_which_may_be_observed():
-    world, ctx = stored_below(tiers=2)
-    heard = []
+def observe(world, hear):
+    """Have `hear` called with each lookup in a tier: its name, keys, context and answers."""
 
-    class Observed:
-        def __init__(self, source):
-            self.source = source
-
-        def lookup_many(self, keys, req_context, *, stop_at_miss):
-            answers = self.source.lookup_many(keys, req_context, stop_at_miss=stop_at_miss)
-            heard.append((self.source.name, keys, req_context, answers))
+    def observed(tier, lookup_many):
+        def ask(keys, req_context, *, stop_at_miss):
+            answers = lookup_many(keys, req_context, stop_at_miss=stop_at_miss)
+            hear(tier.name, keys, req_context, answers)
             return answers
 
-    world.planner.sources[:] = [Observed(source) for source in world.planner.sources]
+        return ask
+
+    for tier in world.planner.tiers:
+        tier.lookup_many = observed(tier, tier.lookup_many)
+
+
+def test_lookups_ask_the_tiers_in_order_up_to_one_that_has_the_block():
+    world, ctx = stored_below(tiers=2)
+    heard = []
+    observe(world, lambda *lookup: heard.append(lookup))
     assert world.lookup(ctx, "a") is PENDING
     names = [tier.name for tier in world.planner.tiers]
     answers = zip(names, [MISS, HIT], strict=True)
@@ -112,16 +117,7 @@ def test_a_prompt_whose_first_block_no_tier_has_is_looked_up_by_that_block_alone
     world = World(tiers=2)
     ctx = world.begin()
     heard = []
-
-    class Observed:
-        def __init__(self, source):
-            self.source = source
-
-        def lookup_many(self, keys, req_context, *, stop_at_miss):
-            heard.append((self.source.name, list(keys)))
-            return self.source.lookup_many(keys, req_context, stop_at_miss=stop_at_miss)
-
-    world.planner.sources[:] = [Observed(source) for source in world.planner.sources]
+    observe(world, lambda name, keys, _ctx, _answers: heard.append((name, list(keys))))
     for _ in range(2):  # a tier that lacks a key is not asked again in the same step
         assert world.planner.lookup_many(ks("abc"), ctx, stop_at_miss=True) == [MISS]
     assert heard == [(tier.name, ks("a")) for tier in world.planner.tiers]
@@ -135,10 +131,10 @@ def test_what_the_planner_and_the_primary_have_done_can_be_read():
     ctx = world.begin()
     world.store(ctx, "a")
     world.lookup(ctx, "a")
-    taken = take_snapshot(world.planner)
-    planner, primary = read_planner(taken.planner), read_primary(taken.primary, 8)
+    taken = world.planner.snapshot()
+    planner, primary = world.planner.statistics(taken.planner), read_primary(taken.primary, 8)
     own = world.planner.tiers
-    tiers = [read_tier(t, o) for t, o in zip(taken.tiers, own, strict=True)]
+    tiers = [tier.statistics(figures) for tier, figures in zip(own, taken.tiers, strict=True)]
     in_flight = sum(tier.jobs_in_flight for tier in tiers)
     assert in_flight == planner.jobs_submitted - planner.job_results
     assert (planner.requests, planner.retained_blocks, planner.hits) == (1, 0, 1)

@@ -5,7 +5,7 @@ import itertools
 import pytest
 from core.machines import AS_THE_PROFILE
 from core.memory import Write
-from core.terms import HIT, MISS, PENDING, RETRY, k
+from core.terms import HIT, MISS, PENDING, RETRY, k, ranked
 from core.world import World
 from hypothesis import given
 from hypothesis import strategies as st
@@ -59,13 +59,13 @@ SETUPS = st.fixed_dictionaries(
 class _Nearest:
     """Sees that a remote tier is not asked for what a tier before it is not sure of."""
 
-    def __init__(self, source, *, is_remote, unsure):
-        self.source, self.is_remote, self.unsure = source, is_remote, unsure
+    def __init__(self, lookup_many, *, is_remote, unsure):
+        self.lookup_many, self.is_remote, self.unsure = lookup_many, is_remote, unsure
 
-    def lookup_many(self, keys, req_context, *, stop_at_miss):
+    def __call__(self, keys, req_context, *, stop_at_miss):
         assert not (self.is_remote and self.unsure.intersection(keys))
         assert len(set(keys)) == len(keys) > 0
-        answers = self.source.lookup_many(keys, req_context, stop_at_miss=stop_at_miss)
+        answers = self.lookup_many(keys, req_context, stop_at_miss=stop_at_miss)
         assert len(answers) == len(keys) or (stop_at_miss and answers[-1] is MISS)
         self.unsure.update(key for key, a in zip(keys, answers, strict=False) if a is RETRY)
         return answers
@@ -95,10 +95,9 @@ class PlannerMachine(RuleBasedStateMachine):
         )
         self.world.primary.drops_pending = setup["drops_pending"]
         self.unsure = set()
-        sources = self.world.planner.sources
-        for index, source in enumerate(sources):
-            sources[index] = _Nearest(
-                source, is_remote=index in setup["remote"], unsure=self.unsure
+        for index, tier in enumerate(self.world.planner.tiers):
+            tier.lookup_many = _Nearest(
+                tier.lookup_many, is_remote=index in setup["remote"], unsure=self.unsure
             )
         if tiers:
             self.world.fill(tiers - 1, sorted(stored_before))
@@ -381,6 +380,6 @@ def test_completion_order_does_not_change_the_outcome(orders, policy):
             world.finish(ctx)
         world.wind_down()
         tiers = tuple(tuple(sorted(tier.contents.items())) for tier in world.tiers)
-        ranked = tuple(world.primary.ranked())
-        history.record(RunEnded("three requests", str(order), (ranked, tiers)))
+        order_of_victims = tuple(ranked(world.primary))
+        history.record(RunEnded("three requests", str(order), (order_of_victims, tiers)))
     check_history(history)

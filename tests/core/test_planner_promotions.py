@@ -1,9 +1,8 @@
 """The planner's promotions, and how long a request waits for one."""
 
-from core.terms import HIT, MISS, PENDING, RETRY, k, ks
+from core.terms import HIT, MISS, PENDING, RETRY, k, ks, state_of
 from core.world import DOWN, World, stored_below
 
-from kvoffload_async.core.primary import BlockState
 from kvoffload_async.errors import CorruptBlockError
 from kvoffload_async.types import Locality, TierMatcher
 
@@ -149,7 +148,7 @@ def test_promotions_for_a_request_that_has_finished_are_not_kept():
     world.step()
     world.finish(ctx)
     world.finish_job()
-    assert world.primary.state_of(k("a")) is BlockState.IDLE
+    assert state_of(world.primary, k("a")) == "idle"
     world.wind_down()
 
 

@@ -1,9 +1,8 @@
 """The planner's stores, and what they cascade."""
 
-from core.terms import MISS, PENDING, k, ks
+from core.terms import MISS, PENDING, k, ks, state_of
 from core.world import World, stored_below
 
-from kvoffload_async.core.primary import BlockState
 from kvoffload_async.errors import TierFullError
 
 # -- storing ------------------------------------------------------------------------------------
@@ -17,9 +16,9 @@ def test_a_written_block_cascades_to_every_tier_under_a_pin_each():
         (1, tuple(ks("ab"))),
     ]
     world.finish_job()
-    assert world.primary.state_of(k("a")) is BlockState.PINNED
+    assert state_of(world.primary, k("a")) == "pinned"
     world.finish_job()
-    assert world.primary.state_of(k("a")) is BlockState.IDLE
+    assert state_of(world.primary, k("a")) == "idle"
     world.wind_down()
 
 
@@ -27,7 +26,7 @@ def test_a_failed_cascade_lets_go_of_its_pin():
     world = World()
     world.store(world.begin(), "a")
     world.finish_job(failed={0})
-    assert world.primary.state_of(k("a")) is BlockState.IDLE
+    assert state_of(world.primary, k("a")) == "idle"
     assert world.planner.tiers[0].counters.failed_jobs == 1
     world.wind_down()
 
@@ -76,7 +75,7 @@ def test_what_is_over_the_bound_of_a_tier_waits_its_turn_50031_50045():
     world.store(ctx, "f")
     assert [job.keys for _, job in world.running.values()] == [tuple(ks("ab")), tuple(ks("c"))]
     assert world.planner.cascades.queues[0].count == 3
-    assert world.primary.state_of(k("d")) is BlockState.IDLE
+    assert state_of(world.primary, k("d")) == "idle"
     world.finish_job()
     world.store(ctx, "g")
     assert len(world.running) == 1, "first come, first served"

@@ -1,9 +1,9 @@
 import pytest
 from core.states import whole_state
-from core.terms import HIT, MISS, PENDING, k, ks
+from core.terms import HIT, MISS, PENDING, k, ks, ranked, state_of
 
 from kvoffload_async.core.admission import AdmissionFilter
-from kvoffload_async.core.primary import BlockState, Primary
+from kvoffload_async.core.primary import Primary
 from kvoffload_async.errors import StateError
 from kvoffload_async.policies.arc import ArcPolicy
 from kvoffload_async.policies.lru import LruPolicy
@@ -33,7 +33,7 @@ class Rig:
         return [(list(e.keys), e.removed, e.metadata_only) for e in self.primary.take_events()]
 
     def states(self, names):
-        return [self.primary.state_of(k(name)) for name in names]
+        return [state_of(self.primary, k(name)) for name in names]
 
 
 def test_a_use_of_what_is_no_key_is_refused_at_the_call_and_the_request_can_end():
@@ -53,23 +53,23 @@ def test_a_load_of_nothing_leaves_nothing():
 def test_a_block_goes_from_absent_over_writing_and_idle_to_pinned_and_back():
     rig = Rig()
     key = k("a")
-    states = [rig.primary.state_of(key)]
+    states = [state_of(rig.primary, key)]
     rig.offer("a")
-    states.append(rig.primary.state_of(key))
+    states.append(state_of(rig.primary, key))
     assert rig.primary.lookup(key) is PENDING
     rig.primary.complete_store(rig.ctx, [key], success=True)
-    states.append(rig.primary.state_of(key))
+    states.append(state_of(rig.primary, key))
     rig.primary.prepare_load(rig.ctx, [key])
-    states.append(rig.primary.state_of(key))
+    states.append(state_of(rig.primary, key))
     assert rig.primary.lookup(key) is HIT
     rig.primary.complete_load(rig.ctx, [key])
-    states.append(rig.primary.state_of(key))
+    states.append(state_of(rig.primary, key))
     assert states == [
-        BlockState.ABSENT,
-        BlockState.WRITING,
-        BlockState.IDLE,
-        BlockState.PINNED,
-        BlockState.IDLE,
+        "absent",
+        "writing",
+        "idle",
+        "pinned",
+        "idle",
     ]
 
 
@@ -187,7 +187,7 @@ def test_a_failed_write_frees_its_slot_and_announces_no_eviction():
     rig = Rig(num_slots=1)
     rig.offer("a")
     assert rig.primary.complete_store(rig.ctx, ks("a"), success=False) == ks("a")
-    assert rig.states("a") == [BlockState.ABSENT]
+    assert rig.states("a") == ["absent"]
     assert rig.events() == [(ks("a"), True, True)]
     assert rig.offer("b").store_spec.block_ids.tolist() == [0]
 
@@ -217,7 +217,7 @@ def test_a_write_that_has_ended_gives_no_right_to_what_is_promoted_into_its_slot
     ended(rig)
     assert rig.primary.reserve(ks(["promoted"])) == [0]
     assert rig.primary.complete_store(rig.ctx, ks(["promoted"]), success=True) == []
-    assert rig.states(["promoted"]) == [BlockState.WRITING]
+    assert rig.states(["promoted"]) == ["writing"]
 
 
 def test_completing_what_is_ready_unknown_or_anothers_is_ignored():
@@ -226,7 +226,7 @@ def test_completing_what_is_ready_unknown_or_anothers_is_ignored():
     rig.primary.open_request(other)
     rig.offer("b", other)
     assert rig.primary.complete_store(rig.ctx, ks("abc"), success=False) == []
-    assert rig.states("abc") == [BlockState.IDLE, BlockState.WRITING, BlockState.ABSENT]
+    assert rig.states("abc") == ["idle", "writing", "absent"]
 
 
 def test_a_promotion_is_nobodys_store():
@@ -271,17 +271,17 @@ def test_pinning_what_is_not_readable_changes_nothing(bad):
     rig.offer("w")
     with pytest.raises(StateError, match="not readable"):
         rig.primary.prepare_load(rig.ctx, ks("a" + bad))
-    assert rig.states("a") == [BlockState.IDLE]
+    assert rig.states("a") == ["idle"]
 
 
 def test_a_load_may_name_a_key_twice():
     rig = Rig(names="ab")
     assert rig.primary.prepare_load(rig.ctx, ks("aba")) == [0, 1, 0]
-    assert rig.primary.loads() == {k("a"): 2, k("b"): 1}
+    assert rig.primary.loading.total() == {k("a"): 2, k("b"): 1}
     rig.primary.complete_load(rig.ctx, ks("ab"))
-    assert rig.states("ab") == [BlockState.PINNED, BlockState.IDLE]
+    assert rig.states("ab") == ["pinned", "idle"]
     rig.primary.complete_load(rig.ctx, ks("a"))
-    assert rig.primary.loads() == {}
+    assert rig.primary.loading.total() == {}
 
 
 def test_completing_a_load_that_was_not_prepared_is_misuse():
@@ -289,7 +289,7 @@ def test_completing_a_load_that_was_not_prepared_is_misuse():
     rig.primary.prepare_load(rig.ctx, ks("a"))
     with pytest.raises(StateError, match="did not prepare"):
         rig.primary.complete_load(rig.ctx, ks("ab"))
-    assert rig.states("ab") == [BlockState.PINNED, BlockState.IDLE]
+    assert rig.states("ab") == ["pinned", "idle"]
 
 
 def test_an_unknown_request_neither_loads_nor_stores():
@@ -308,7 +308,7 @@ def test_ending_a_write_that_is_none_is_a_defect_and_changes_nothing():
         rig.primary.complete_write(ks("wa"), success=True)
     with pytest.raises(StateError, match="not being written"):
         rig.primary.complete_write(ks("wx"), success=False)
-    assert rig.states("wa") == [BlockState.WRITING, BlockState.IDLE]
+    assert rig.states("wa") == ["writing", "idle"]
 
 
 def test_an_orphaned_write_makes_the_key_absent_and_holds_the_slot():
@@ -328,7 +328,7 @@ def test_a_reset_forgets_blocks_pins_writes_and_offers_but_not_requests():
     rig.primary.reset()
     assert rig.primary.counts["free"] == rig.primary.num_slots == 4
     assert rig.events() == [(ks("ab"), True, False)]
-    assert rig.primary.loads() == {}
+    assert rig.primary.loading.total() == {}
     assert rig.offer("a") is not None
 
 
@@ -363,11 +363,11 @@ def test_a_touch_counts_when_its_request_ends():
     ctx = ReqContext("s")
     rig.primary.open_request(ctx)
     rig.primary.touch(ctx, ks("b"))
-    before = rig.primary.ranked()
+    before = ranked(rig.primary)
     rig.primary.touch(ReqContext("unknown"), ks("cc"))
-    assert rig.primary.ranked() == [key for key in before if key != k("c")] + ks("c")
+    assert ranked(rig.primary) == [key for key in before if key != k("c")] + ks("c")
     rig.primary.close_request(ctx)
-    assert rig.primary.ranked()[-1] == k("b")
+    assert ranked(rig.primary)[-1] == k("b")
 
 
 def test_completion_order_does_not_change_the_ranking_51787():
@@ -380,7 +380,7 @@ def test_completion_order_does_not_change_the_ranking_51787():
         for name in order:
             rig.primary.complete_store(rig.ctx, ks(name), success=True)
         rig.primary.close_request(rig.ctx)
-        rankings.append(rig.primary.ranked())
+        rankings.append(ranked(rig.primary))
     assert rankings == [ks("cba")] * 2
 
 
@@ -404,3 +404,11 @@ def test_the_end_of_a_request_is_reported_with_its_keys_and_an_unknown_request_c
     assert ended == [(rig.ctx, ks("ab"))]
     with pytest.raises(StateError):
         rig.primary.close_request(ReqContext("unknown"))
+
+
+def test_blocks_in_use_are_those_that_are_pinned_or_being_written():
+    rig = Rig(num_slots=4)
+    rig.store("abc")
+    rig.primary.pin(ks("a"))
+    rig.offer("d")
+    assert rig.primary.num_in_use(ks("abcd?")) == 2

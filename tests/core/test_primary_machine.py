@@ -5,11 +5,11 @@ from collections import Counter
 import pytest
 from core.machines import AS_THE_PROFILE
 from core.states import POLICIES, whole_state
-from core.terms import HIT, MISS, PENDING, k
+from core.terms import HIT, MISS, PENDING, k, ranked
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvoffload_async.core.primary import BlockState, Primary
+from kvoffload_async.core.primary import Primary
 from kvoffload_async.errors import StateError
 from kvoffload_async.policies.lru import LruPolicy
 from kvoffload_async.types import ReqContext
@@ -83,8 +83,8 @@ class PrimaryMachine(RuleBasedStateMachine):
         """
         if self.debts or not isinstance(self.primary.policy, LruPolicy):
             return None
-        ranked = self.primary.ranked()
-        return [key for key in ranked if not self.refs[key] and key not in protected]
+        victims = ranked(self.primary)
+        return [key for key in victims if not self.refs[key] and key not in protected]
 
     def expect_eviction(self, evicted, offered, pending):
         if pending & set(evicted):
@@ -222,17 +222,15 @@ class PrimaryMachine(RuleBasedStateMachine):
             return
         assert {key: refs for key, _, refs in self.primary.resident()} == self.refs
         slots = [slot for _, slot, _ in self.primary.resident()]
-        free = self.primary.pool.free_slots()
+        free = list(self.primary.pool.unused)
         assert sorted(slots + free + self.held) == list(range(self.num_slots))
         assert sum(self.primary.counts.values()) == self.num_slots
         assert self.primary.counts["held"] == len(self.held)
         answers = {-1: PENDING, None: MISS}
-        states = {-1: BlockState.WRITING, None: BlockState.ABSENT, 0: BlockState.IDLE}
         for key in KEYS:
             refs = self.refs.get(key)
             assert self.primary.lookup(key) is answers.get(refs, HIT)
-            assert self.primary.state_of(key) is states.get(refs, BlockState.PINNED)
-        assert sorted(self.primary.ranked()) == sorted(self.refs)
+        assert sorted(ranked(self.primary)) == sorted(self.refs)
         assert not list(self.primary.policy.violations())
         assert not self.primary.forgotten()
         skipped = {self.primary.key_of(slot) for slot in self.primary.policy.skipped()}

@@ -31,11 +31,11 @@ def test_a_held_slot_is_nobodys_until_it_is_released():
     pool = SlotPool(2)
     pool.allocate(2)
     pool.hold([1])
-    assert (pool.unused.count, pool.retained_slots()) == (0, [1])
+    assert (pool.unused.count, list(pool.holds)) == (0, [1])
     with pytest.raises(InvariantError):
         pool.free([1])
     pool.release([1])
-    assert pool.free_slots() == [1]
+    assert list(pool.unused) == [1]
 
 
 def test_a_slot_held_for_two_copies_is_free_after_both():
@@ -43,9 +43,9 @@ def test_a_slot_held_for_two_copies_is_free_after_both():
     pool.allocate(2)
     pool.reset([1, 1])
     pool.release([1])
-    assert pool.free_slots() == [0]
+    assert list(pool.unused) == [0]
     pool.release([1])
-    assert sorted(pool.free_slots()) == [0, 1]
+    assert sorted(pool.unused) == [0, 1]
 
 
 def test_a_reset_frees_all_but_the_held_slots_in_increasing_order():
@@ -54,4 +54,4 @@ def test_a_reset_frees_all_but_the_held_slots_in_increasing_order():
     pool.hold([1])
     pool.reset([])
     assert pool.allocate(3) == [0, 2, 3]
-    assert pool.retained_slots() == [1]
+    assert list(pool.holds) == [1]

@@ -106,7 +106,7 @@ def damage_p4_retained(world):
 
 def damage_p7_twice(world):
     _, job = world.planner.jobs[PROMOTED + 2]
-    world.planner.tiers[1].jobs._records[99] = JobRecord(replace(job, job_id=99))
+    world.planner.tiers[1].jobs._records[99] = JobRecord(replace(job, job_id=99), job.is_promotion)
     world.planner.counters.jobs_submitted += 1
 
 
@@ -151,7 +151,7 @@ def damage_p10(world):
 
 
 def damage_p13_absent(world):
-    world.primary.policy.admit(ks("?"), world.primary.pool.free_slots()[:1])
+    world.primary.policy.admit(ks("?"), list(world.primary.pool.unused)[:1])
 
 
 def damage_p13_unranked(world):
@@ -193,11 +193,11 @@ def damage_p23_tries(world):
 
 
 def damage_p23_unreadable(world):
-    world.planner.cascades.queues[0].add([slot_of(world, "w")], 0.0)
+    world.planner.cascades.queues[0].add([slot_of(world, "w")])
 
 
 def damage_p23_free(world):
-    free = next(iter(world.primary.pool.free_slots()))
+    free = next(iter(world.primary.pool.unused))
     world.planner.cascades.queues[0]._oldest_first.append([free])
 
 
@@ -395,7 +395,7 @@ def test_a_promotion_that_nobody_read_is_no_rest():
     world.step()
     world.finish_job()
     assert list(of_rest("P2").violations(rest_of(world))) == [
-        f"block {k('x').hex()} is PINNED",
+        f"block {k('x').hex()} is pinned",
         "1 slots are named by tickets and promotions",
     ]
 

@@ -1,5 +1,5 @@
 import pytest
-from core.terms import HIT, MISS, RETRY, job, k, ks, released, results
+from core.terms import HIT, MISS, RETRY, figures_of, job, k, ks, released, results
 
 from kvoffload_async.abc.events import (
     AnnouncementRefused,
@@ -21,7 +21,6 @@ from kvoffload_async.errors import (
     TierTimeoutError,
     TierUnavailableError,
 )
-from kvoffload_async.runtime.readings import read_tier, take_tier
 from kvoffload_async.types import Medium, ReqContext
 
 LATE = TierTimeoutError("late")
@@ -215,7 +214,7 @@ def test_refused_announcements_are_counted():
     tier = tier_of()
     tier.handle(AnnouncementRefused(3))
     tier.handle(AnnouncementRefused(1))
-    assert tier.observed.refused_keys == 4
+    assert tier.counters.refused_keys == 4
 
 
 def test_what_jobs_met_and_how_long_they_took_is_counted():
@@ -223,7 +222,7 @@ def test_what_jobs_met_and_how_long_they_took_is_counted():
     bad = {0: BlockMissingError("a"), 1: CorruptBlockError("b"), 2: TierUnavailableError("c")}
     tier.handle(JobFinished(0, bad, seconds=3.0, queue_s=1.0))
     tier.handle(JobFinished(1, seconds=2.0))
-    read = read_tier(take_tier(tier), tier)
+    read = figures_of(tier)
     assert (read.missing_blocks, read.corrupt_blocks) == (1, 1)
     loads, stores = read.load_seconds, read.store_seconds
     assert [(part.count, part.sum_s) for part in (loads.total, loads.queue, loads.copy)] == [
@@ -238,11 +237,11 @@ def test_a_job_counts_as_finished_when_its_result_exists_whoever_takes_it():
     tier = running(job(0), job(1))
     tier.handle(JobFinished(0))
     tier.handle(JobOverdue(1, LATE))
-    read = read_tier(take_tier(tier), tier)
+    read = figures_of(tier)
     assert (read.submitted_jobs, read.finished_jobs, read.jobs_in_flight) == (2, 2, 0)
     assert read.failed_jobs == 1
     assert len(results(tier)) == 2
-    assert read_tier(take_tier(tier), tier) == read
+    assert figures_of(tier) == read
     assert tier.health.loads.is_closed, "without a planner, no breaker is consulted"
 
 

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 from core.machines import AS_THE_PROFILE
-from core.terms import HIT, MISS, RETRY, job, k, released, results
+from core.terms import HIT, MISS, RETRY, figures_of, job, k, released, results
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -20,7 +20,6 @@ from kvoffload_async.core.index import ProbedIndex
 from kvoffload_async.core.ledger import JobState, StartJob, StartProbe
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import BlockMissingError, TierTimeoutError, TierUnavailableError
-from kvoffload_async.runtime.readings import read_tier, take_tier
 from kvoffload_async.types import Medium, ReqContext
 
 pytestmark = pytest.mark.stateful
@@ -177,7 +176,7 @@ class TierStateMachine(RuleBasedStateMachine):
             assert self.tier.index.is_waiting == bool(queued | in_flight or self.probes)
         running = self.tier.jobs.ids_in(JobState.FLYING, JobState.ORPHANED)
         assert sorted(running) == sorted(self.flying | self.late)
-        read = read_tier(take_tier(self.tier), self.tier)
+        read = figures_of(self.tier)
         assert read.submitted_jobs == self.accepted
         assert read.finished_jobs == self.results.total() + len(self.tier.jobs.ended)
         assert read.jobs_in_flight == self.accepted - read.finished_jobs

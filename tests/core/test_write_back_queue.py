@@ -11,36 +11,36 @@ def pending(queue):
 
 def test_what_is_pending_the_longest_goes_first():
     queue = WriteBackQueue(8, list, list)
-    assert queue.add([3, 1], 5.0) == 2
-    assert queue.add([1, 7], 9.0) == 1, "slot 1 is pending already"
-    assert (queue.count, queue.since_s) == (3, 5.0)
+    assert queue.add([3, 1]) == 2
+    assert queue.add([1, 7]) == 1, "slot 1 is pending already"
+    assert queue.count == 3
     assert queue.oldest(2) == [3, 1]
     queue.began([3, 1])
     assert pending(queue) == [7]
-    assert queue.add([3], 9.0) == 0, "it is on its way"
+    assert queue.add([3]) == 0, "it is on its way"
     queue.ended([3, 1])
-    assert queue.add([3], 9.0) == 1
+    assert queue.add([3]) == 1
 
 
 def test_an_evicted_block_is_not_pending_any_more_and_its_slot_is_as_new():
     queue = WriteBackQueue(4, list, list)
-    queue.add([0, 1], 0.0)
+    queue.add([0, 1])
     assert queue.forget([1, 2]) == 1
     assert pending(queue) == [0]
-    assert queue.add([1], 0.0) == 1
+    assert queue.add([1]) == 1
 
 
 def test_a_block_that_fails_is_last_in_line_and_given_up_after_eight_tries():
     queue = WriteBackQueue(4, list, list)
-    queue.add([0, 1], 0.0)
+    queue.add([0, 1])
     for _ in range(7):
         queue.began([0])
-        assert queue.failed([0], 0.0, counts=True) == 0
+        assert queue.failed([0], counts=True) == 0
         assert pending(queue) == [1, 0]
     queue.began([0])
-    assert queue.failed([0], 0.0, counts=False) == 0, "the tier's own fault"
+    assert queue.failed([0], counts=False) == 0, "the tier's own fault"
     queue.began([0])
-    assert queue.failed([0], 0.0, counts=True) == 1
+    assert queue.failed([0], counts=True) == 1
     assert pending(queue) == [1]
     queue.began([1])
     queue.ended([1])
@@ -49,11 +49,11 @@ def test_a_block_that_fails_is_last_in_line_and_given_up_after_eight_tries():
 
 def test_a_block_that_is_pending_once_more_while_an_older_copy_runs_stays_pending():
     queue = WriteBackQueue(4, list, list)
-    for ends in (queue.ended, lambda slots: queue.failed(slots, 0.0, counts=True)):
+    for ends in (queue.ended, lambda slots: queue.failed(slots, counts=True)):
         queue.began([2])
         queue.began([2])
         queue.ended([2])
-        queue.add([2], 0.0)
+        queue.add([2])
         ends([2])
         assert pending(queue) == [2]
         queue.forget([2])
@@ -61,7 +61,7 @@ def test_a_block_that_is_pending_once_more_while_an_older_copy_runs_stays_pendin
 
 def test_a_reset_returns_what_was_pending():
     queue = WriteBackQueue(4, list, list)
-    queue.add([0, 1], 0.0)
+    queue.add([0, 1])
     queue.began([0])
     queue.pause(0.0)
     queue.is_shut = True
@@ -87,10 +87,10 @@ def test_pauses_grow_until_something_works():
 def test_what_is_pending_is_protected_while_the_tier_is_in_order():
     protected = []
     queue = WriteBackQueue(4, protected.extend, lambda slots: list(map(protected.remove, slots)))
-    queue.add([2, 0], 0.0)
+    queue.add([2, 0])
     assert protected == list(queue.slots()) == [2, 0]
     queue.update_protection(is_wanted=False)
-    queue.add([3], 0.0)
+    queue.add([3])
     assert protected == []
     assert list(queue.violations(set())) == []
     queue.is_wanted = True

@@ -67,9 +67,9 @@ class ScriptedTier:
 class NativeTier(ScriptedTier):
     """A built-in tier's actor."""
 
-    def __init__(self, name, kind="exact", **options):
+    def __init__(self, name, kind="exact", locality=None, **options):
         super().__init__()
-        log = EventLog(Medium.STORAGE, enabled=False)
+        log = EventLog(Medium.STORAGE, locality, enabled=False)
         self.state = _NotedState(name, self.create_index(kind), MIB, log, **options)
         self.probes: dict[int, tuple[OffloadKey, ...]] = {}
 

@@ -16,10 +16,10 @@ from facade.worlds import (
     World,
     ks,
 )
+from scripted_tier import Operation, ScriptedTier
 
 from kvoffload_async.abc.tier import TierBounds
 from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.testing import Operation, ScriptedTier
 from kvoffload_async.testing.harness import content_of
 from kvoffload_async.tiers.example import ExampleTier
 

@@ -11,7 +11,8 @@ from facade.worlds import HIT, SLOT_BYTES, DeviceCopy, PooledScriptedIo, World, 
 from kvoffload_async.registry import create_policy
 from kvoffload_async.testing.harness import content_of
 from kvoffload_async.tiers.example import ExampleTier
-from kvoffload_async.tiers.fs.tier import FsSettings, FsTier
+from kvoffload_async.tiers.fs.settings import FsSettings
+from kvoffload_async.tiers.fs.tier import FsTier
 from kvoffload_async.tiers.slab.tier import SlabSettings, SlabTier
 from kvoffload_async.types import Medium
 
@@ -66,15 +67,13 @@ class ReplayWorld(World):
 
     def __init__(self):
         self.folder = Path(tempfile.mkdtemp(prefix="kvoffload-replay-"))
-        policy = partial(create_policy, "lru")
         self.fs = FsTier(
             FsSettings(
                 root_dir=str(self.folder / "fs"),
                 run_config=FIELDS,
                 capacity_bytes=FS_BYTES,
                 rescan_interval_s=RESCAN_S,
-            ),
-            policy,
+            )
         )
         self.slab = SlabTier(
             SlabSettings(
@@ -83,7 +82,7 @@ class ReplayWorld(World):
                 capacity_bytes=SLAB_BYTES,
                 segment_bytes=4 * KIB,
             ),
-            policy,
+            partial(create_policy, "lru"),
         )
         self.example = ExampleTier()
         super().__init__(

@@ -6,12 +6,12 @@ from functools import partial
 
 import pytest
 from facade.worlds import HIT, MISS, PENDING, PROBED, RETRY, World, filled
+from scripted_tier import Operation
 
 from kvoffload_async import ConfigError, SecondaryTierFactory
 from kvoffload_async.core.index import FRESH_S
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.observe.prometheus import METRICS
-from kvoffload_async.testing.fakes import Operation
 
 STORED = range(100)
 RATE = 100.0

@@ -310,7 +310,7 @@ class Facade(RuleBasedStateMachine):
         slots, pool = read.primary.slots, planner.primary.pool
         assert (slots.writing, slots.idle) == (found[-1], found[0])
         assert slots.pinned == found.total() - found[-1] - found[0]
-        assert (slots.held, slots.free) == (len(pool.retained_slots()), len(pool.free_slots()))
+        assert (slots.held, slots.free) == (len(pool.holds), pool.unused.count)
         under_way = read.planner.jobs_submitted - read.planner.job_results
         assert sum(tier.jobs_in_flight for tier in read.tiers) == under_way
         for tier, state in zip(read.tiers, planner.tiers, strict=True):

@@ -1,7 +1,5 @@
 """Rows over a host's memory and own memory: which addresses are rows, and copies of pieces."""
 
-import threading
-
 import numpy as np
 import pytest
 
@@ -63,7 +61,7 @@ def test_own_rows_are_own_memory_wherever_it_lies(make, monkeypatch, order):
     monkeypatch.setattr(host_rows, "map_anonymous", lambda size, prefault: own[:size])
     monkeypatch.setattr(HostRows, "close", lambda self: self.view.release())
     rows = make(ROW, 2, memory_of(host))
-    taken = rows.take(2, 0)
+    taken = rows.take(2)
     view = np.asarray(rows.view)
     for row in taken.tolist():
         view[row] = 9
@@ -80,7 +78,7 @@ def test_without_memory_of_the_host_all_rows_are_own_ones(make):
     rows = make(ROW, 3)
     assert rows.view.shape == (3, ROW)
     assert rows.row_of(4096) is None
-    assert sorted(rows.take(9, 0).tolist()) == [0, 1, 2]
+    assert sorted(rows.take(9).tolist()) == [0, 1, 2]
 
 
 def test_memory_out_of_reach_of_row_numbers_is_left_out(make, host, monkeypatch):
@@ -91,18 +89,15 @@ def test_memory_out_of_reach_of_row_numbers_is_left_out(make, host, monkeypatch)
     assert rows.view.shape == (2, ROW)
 
 
-def test_taking_rows_waits_for_those_that_come_back(make):
+def test_no_more_rows_are_taken_than_are_free(make):
     rows = make(ROW, 2)
-    first = rows.take(2, 0)
+    first = rows.take(2)
     assert len(first) == 2
-    assert len(rows.take(1, 0.001)) == 0
+    assert len(rows.take(1)) == 0
     assert rows.num_free == 0
-    got = []
-    taker = threading.Thread(target=lambda: got.append(rows.take(2, 30.0)))
-    taker.start()
     rows.give_back(first[:1])
-    taker.join(30.0)
-    assert got[0].tolist() == first[:1].tolist()
+    assert len(rows.take(0)) == 0
+    assert rows.take(2).tolist() == first[:1].tolist()
 
 
 @pytest.fixture(params=["native", "python"])
@@ -122,7 +117,7 @@ def test_pieces_from_anywhere_fill_rows_and_come_back(copies):
     target = np.zeros_like(source)
     sizes = np.array([[4096, 8000 - 4096, 1], [10, 20, 0]], dtype=np.int64)
     where = np.arange(6, dtype=np.int64).reshape(2, 3) * 5000
-    taken = rows.take(2, 0)[::-1]
+    taken = rows.take(2)[::-1]
     copies.gather(taken, where + source.ctypes.data, sizes)
     row = np.asarray(rows.view)[taken[0]]
     assert (row[:4096] == source[0, 0, :4096]).all()
@@ -139,5 +134,5 @@ def test_pieces_longer_than_a_row_are_refused(copies):
     rows, copies = copies
     wrong = np.array([[ROW, 1]], dtype=np.int64)
     with pytest.raises(StateError, match="exceed its 12288 bytes"):
-        copies.gather(rows.take(1, 0), np.zeros_like(wrong), wrong)
+        copies.gather(rows.take(1), np.zeros_like(wrong), wrong)
     copies.gather(as_block_ids([]), np.zeros((0, 2), np.int64), np.zeros((0, 2), np.int64))

@@ -11,7 +11,8 @@ from facade.worlds import HIT, MISS, k, ks
 
 from kvoffload_async.registry import create_policy
 from kvoffload_async.testing.harness import ManagerHarness, key_of
-from kvoffload_async.tiers.fs.tier import FsSettings, FsTier
+from kvoffload_async.tiers.fs.settings import FsSettings
+from kvoffload_async.tiers.fs.tier import FsTier
 from kvoffload_async.tiers.slab.tier import SlabSettings, SlabTier
 from kvoffload_async.types import ReqContext
 
@@ -36,7 +37,7 @@ def small_slab(folder):
 def small_fs(folder):
     capacity_bytes = 26 * KIB + 4 * 12 * KIB
     settings = FsSettings(root_dir=str(folder), run_config=FIELDS, capacity_bytes=capacity_bytes)
-    return FsTier(settings, POLICY)
+    return FsTier(settings)
 
 
 def churn(harness):
@@ -196,7 +197,8 @@ def test_events_that_nobody_takes_are_dropped_and_counted_and_leave_a_gap(worlds
     for number in range(3):
         world.store(number)
         world.rest()
-    assert world.manager.dropped_events == 4
+    stats = world.manager.stats()
+    assert stats.primary.events_dropped + sum(tier.events_dropped for tier in stats.tiers) == 4
     events = list(world.manager.take_events())
     assert [(event.ownership, event.sequence) for event in events] == [(None, 3), ("tier0", 3)]
     world.finish("r")

@@ -1,6 +1,7 @@
 """What a tier of one's own learns of the blocks that it keeps: whose they are, and their layout."""
 
 import pytest
+from scripted_tier import ScriptedTier
 
 from kvoffload_async import (
     ExampleSecondaryTierManager,
@@ -9,7 +10,6 @@ from kvoffload_async import (
     TieringOffloadingSpec,
 )
 from kvoffload_async.abc.tier import KVIdentity
-from kvoffload_async.testing import ScriptedTier
 
 BLOCK = 4096
 TIERS = {"fs": {}, "slab": {"capacity_bytes": "1MiB"}}

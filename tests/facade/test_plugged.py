@@ -21,7 +21,8 @@ from kvoffload_async.errors import (
     TierTimeoutError,
     TierUnavailableError,
 )
-from kvoffload_async.facade.plugged import MOST_LOOKUPS, PluggedTiers, check_tiers
+from kvoffload_async.facade.plugged import MOST_LOOKUPS, PluggedTiers
+from kvoffload_async.facade.tier_factory import check_tiers
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.types import as_block_ids
@@ -267,7 +268,7 @@ def test_nothing_fails_and_nothing_is_found_after_the_loop_has_ended(plug, rows,
     monkeypatch.setattr(gated_tiers.GatedTier, "capabilities", capable)
     plugged = plug(GATED)
     stored(plugged, rows, 1)
-    plugged._host.close()
+    plugged._bridge.close()
     plugged.pin(ks(1), 1.0)
     plugged.unpin(ks(1))
     assert not plugged.store(ks(2), as_block_ids([2])).at_rest.done()  # fails at the next call
@@ -294,7 +295,6 @@ def test_closing_ends_every_call_and_says_what_still_runs(plug, rows, gates):
     assert isinstance(late.ended.result(0).error, TierClosedError)
     assert isinstance(plugged.load(ks(1), as_block_ids([2])).ended.result(0).error, TierClosedError)
     assert plugged.lookup(ks(1), 5.0).result(0) == [False]
-    plugged.touch(ks(1))
     assert len(plugged.stats()) == 2
 
 
@@ -326,7 +326,7 @@ def test_events_are_passed_on_and_an_error_there_holds_up_nothing(plug, rows, ca
 )
 def test_a_wrong_configuration_is_named_before_anything_starts(plug, tier, message, threads_left):
     with pytest.raises(ConfigError, match=message):
-        check_tiers([OTHER, tier])
+        check_tiers([OTHER, tier], key="tier")
     with pytest.raises(ConfigError, match=message):
         plug(OTHER, tier)
     assert not threads_left()
@@ -335,7 +335,7 @@ def test_a_wrong_configuration_is_named_before_anything_starts(plug, tier, messa
 def test_two_tiers_cannot_share_a_directory(tmp_path):
     tier = {"type": "fs", "model": "m", "root_dir": str(tmp_path)}
     with pytest.raises(ConfigError, match=r"tier\[1\]: root_dir.* is where tier\[0\] keeps"):
-        check_tiers([tier, tier])
+        check_tiers([tier, tier], key="tier")
 
 
 def test_a_manager_that_only_a_planner_can_drive_is_refused(plug, threads_left, module):

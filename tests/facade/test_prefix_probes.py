@@ -2,9 +2,10 @@
 
 import pytest
 from facade.worlds import HIT, MISS, RETRY, k, ks
+from scripted_tier import ScriptedTier
 
 from kvoffload_async.abc.tier import TierBounds, TierCapabilities
-from kvoffload_async.testing import FaultyTier, ScriptedTier
+from kvoffload_async.testing import FaultyTier
 
 
 class RecordingTier(ScriptedTier):

@@ -1,6 +1,7 @@
 """A tier that is not required: the engine starts without it, and opens it later."""
 
 import threading
+from contextlib import closing
 from itertools import islice
 
 import pytest
@@ -18,7 +19,8 @@ from kvoffload_async.errors import (
 from kvoffload_async.facade import tier_group
 from kvoffload_async.facade.secondary import ExampleSecondaryTierManager, SecondaryTierManager
 from kvoffload_async.facade.tier_group import UnopenedTier, pauses_s
-from kvoffload_async.runtime.bridge import RuntimeHost
+from kvoffload_async.runtime.bridge import Bridge
+from kvoffload_async.runtime.loop import LoopThread
 from kvoffload_async.tiers.example import ExampleTier
 from kvoffload_async.types import ReqContext
 
@@ -310,17 +312,17 @@ def test_a_thread_that_hangs_after_an_opening_is_known_until_it_ends(mount):
     mount.hangs = True
     if mount.is_manager:  # its constructor hangs, and with it the thread that tries
         return
-    with RuntimeHost() as host:
+    with closing(Bridge(LoopThread())) as bridge:
         view = memoryview(bytearray(64)).cast("B", (1, 64))
         tier = SecondaryTierFactory.get_tier_class("mounted").tier_class()
         with pytest.raises(TierTimeoutError):
-            SecondaryTierManager(None, view, "t", tier, runtime=host.bridge, open_timeout_s=0.1)
-        assert host.bridge.opening_hangs("t")
-        assert not host.bridge.opening_hangs("other")
+            SecondaryTierManager(None, view, "t", tier, runtime=bridge, open_timeout_s=0.1)
+        assert bridge.opening_hangs("t")
+        assert not bridge.opening_hangs("other")
         mount.released.set()
-        for thread in host.bridge.hung_openings["t"]._threads:
+        for thread in bridge.hung_openings["t"]._threads:
             thread.join(DEADLINE_S)
-        assert not host.bridge.opening_hangs("t")
+        assert not bridge.opening_hangs("t")
 
 
 def test_before_it_is_open_it_is_shown_as_it_is_and_nothing_is_done_with_it(mount):

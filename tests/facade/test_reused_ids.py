@@ -116,4 +116,4 @@ def test_a_tier_that_announces_what_is_no_key_goes_on_as_before(alone):
     world.tier.env.blocks_evicted([b""])
     world.results()
     assert world.manager.lookup(k(1), ReqContext("r")) is HIT
-    assert world.manager.tier_state.observed.refused_keys == 2
+    assert world.manager.tier_state.counters.refused_keys == 2

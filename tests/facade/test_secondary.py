@@ -12,6 +12,7 @@ from facade.worlds import (
     k,
     ks,
 )
+from scripted_tier import ScriptedTier
 
 from kvoffload_async.errors import (
     ConfigError,
@@ -21,7 +22,6 @@ from kvoffload_async.errors import (
 )
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.tables.keymap import MAX_KEY_BYTES
-from kvoffload_async.testing import ScriptedTier
 from kvoffload_async.testing.harness import make_job
 from kvoffload_async.types import (
     Locality,

@@ -4,6 +4,7 @@ import errno
 import os
 import random
 import threading
+from contextlib import closing
 
 import pytest
 from own_threads import Threadless, open_files
@@ -19,7 +20,7 @@ from kvoffload_async.facade.secondary import (
     SlabTierManager,
 )
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
-from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
+from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.runtime.io_pool import IoPool
 from kvoffload_async.runtime.loop import LoopThread
@@ -70,13 +71,13 @@ def test_every_job_has_one_result_when_shut_down_in_mid_flight(seed):
 def test_every_job_has_one_result_when_the_loop_is_taken_away_meanwhile(seed):
     draw = random.Random(seed)
     buffer = PrimaryBuffer(64, 4096)
-    host = RuntimeHost()
-    manager = SecondaryTierManager(None, buffer.view, "t", ExampleTier(), runtime=host.bridge)
+    bridge = Bridge(LoopThread())
+    manager = SecondaryTierManager(None, buffer.view, "t", ExampleTier(), runtime=bridge)
     start, results, ids = threading.Event(), [], set()
 
     def take_away():
         start.wait(DEADLINE_S)
-        host.close(DEADLINE_S)
+        bridge.close(DEADLINE_S)
 
     thief = threading.Thread(target=take_away, name="thief")
     thief.start()
@@ -195,7 +196,7 @@ def test_tiers_that_wait_for_a_device_have_four_threads_on_any_number_of_cpus(
 ):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0})
     pools = []
-    with LoopThread() as loop:
+    with closing(LoopThread()) as loop:
         bridge = Bridge(loop, lambda *given: pools.append(given[:2]) or IoPool(*given))
         buffer = PrimaryBuffer(4, 4096)
         root = {} if kind == "example" else {"root_dir": str(tmp_path)}

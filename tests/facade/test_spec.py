@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from facade.worlds import HIT, MISS, PENDING, k, ks
+from scripted_tier import ScriptedTier
 
 from kvoffload_async import (
     CPUOffloadingSpec,
@@ -17,7 +18,6 @@ from kvoffload_async import (
     TieringOffloadingSpec,
 )
 from kvoffload_async.errors import ConfigError, OffloadError, StateError
-from kvoffload_async.testing import ScriptedTier
 from kvoffload_async.types import ReqContext
 
 CONFIG = {"cpu_bytes_to_use": "64KiB", "block_bytes": 4096}
@@ -181,9 +181,8 @@ def test_a_tier_that_fails_to_open_gives_the_primarys_memory_back(noting):
 def test_tensors_whose_chunks_are_larger_than_a_block_are_refused(spec):
     caches = {"layer": torch.zeros(4, 4097, dtype=torch.uint8)}
     with pytest.raises(ConfigError, match=r"block_bytes: 4096 bytes do not hold .* takes 4097"):
-        spec(CONFIG).register_kv_caches(caches)
-    caches = {"layer": torch.zeros(4, 4096, dtype=torch.uint8)}
-    assert spec(CONFIG).register_kv_caches(caches).chunk_bytes == 4096
+        spec(CONFIG).transport_maker(caches)
+    spec(CONFIG).transport_maker({"layer": torch.zeros(4, 4096, dtype=torch.uint8)})
 
 
 def test_a_failing_close_is_raised_after_everything_else_has_been_closed(monkeypatch, threads_left):

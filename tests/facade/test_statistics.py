@@ -6,6 +6,7 @@ import json
 
 import pytest
 from facade.worlds import EXCLUSIVE, PROBED, SLOT_BYTES, Alone, World, filled, k, scripted
+from scripted_tier import ScriptedTier
 
 from kvoffload_async import (
     CPUPrimaryTierOffloadingManager,
@@ -13,12 +14,7 @@ from kvoffload_async import (
     ReqContext,
     statistics,
 )
-from kvoffload_async.core.counters import (
-    PlannerCounters,
-    PrimaryCounters,
-    TierCounters,
-    TierObservations,
-)
+from kvoffload_async.core.counters import PlannerCounters, PrimaryCounters, TierCounters
 from kvoffload_async.errors import TierUnavailableError
 from kvoffload_async.statistics import (
     PlannerStatistics,
@@ -26,7 +22,6 @@ from kvoffload_async.statistics import (
     SlotStatistics,
     TierStatistics,
 )
-from kvoffload_async.testing import ScriptedTier
 
 
 @pytest.fixture
@@ -48,7 +43,6 @@ def world():
     [
         (PrimaryCounters, PrimaryStatistics),
         (TierCounters, TierStatistics),
-        (TierObservations, TierStatistics),
         (PlannerCounters, PlannerStatistics),
     ],
 )

@@ -2,6 +2,7 @@
 
 import pytest
 from facade.worlds import EXCLUSIVE
+from scripted_tier import ScriptedTier
 
 from kvoffload_async import (
     ConfigError,
@@ -13,7 +14,6 @@ from kvoffload_async import (
 from kvoffload_async.abc.tier import TierLocation
 from kvoffload_async.errors import TierTimeoutError, TierUnavailableError
 from kvoffload_async.runtime.buffer import PrimaryBuffer
-from kvoffload_async.testing import ScriptedTier
 
 CONFIG = {"cpu_bytes_to_use": "64KiB", "block_bytes": 4096, "model": "m"}
 

@@ -4,6 +4,8 @@ from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
+from scripted_tier import ScriptedTier
+from virtual_runner import VirtualRunner
 
 from kvoffload_async.abc.tier import TierBounds, TierCapabilities
 from kvoffload_async.core.invariants import check_state
@@ -12,7 +14,7 @@ from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.runtime.buffer import PrimaryBuffer
-from kvoffload_async.testing import InlineIo, ScriptedIo, ScriptedTier, VirtualRunner
+from kvoffload_async.testing import InlineIo, ScriptedIo
 from kvoffload_async.testing.harness import content_of, key_of, make_job
 from kvoffload_async.types import LookupResult, ReqContext
 

@@ -9,7 +9,7 @@ from formats.samples import FOLDER, Opened, Sample
 from kvoffload_async import ConfigError
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.usage import read_usage
-from kvoffload_async.tiers.slab.maintenance import inspection
+from kvoffload_async.tiers.slab import recovery
 
 __all__ = ["command"]
 
@@ -75,7 +75,7 @@ def test_a_damaged_block_of_a_sample_is_not_served(sample, root):
 
 def test_verify_finds_every_block_of_a_sample_right(sample, root, command, monkeypatch):
     # On the machine that made a sample too: nothing here has been open since this boot.
-    monkeypatch.setattr(inspection, "boot_id", lambda: "of a later boot")
+    monkeypatch.setattr(recovery, "boot_id", lambda: "of a later boot")
     command.run("store", "gc", root, "--older-than", 0)  # what the killed process has left
     path = sample.key_file(root.parent)
     key = () if path is None else ("--integrity-key-file", path)

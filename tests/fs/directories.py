@@ -2,28 +2,22 @@
 
 import os
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from faulty_files import FileCall
 
 from kvoffload_async.block_io.choice import implementation
-from kvoffload_async.registry import create_policy
 from kvoffload_async.testing.harness import DEADLINE_S, ManagerHarness, TierHarness, content_of
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE, AttributeDigester
 from kvoffload_async.tiers.fs.layout import Namespace, counted_bytes
-from kvoffload_async.tiers.fs.operations import (
-    FileSettings,
-    LoadFailure,
-    StoreItem,
-    Verify,
-    changes_of,
-)
-from kvoffload_async.tiers.fs.tier import FsSettings, FsTier
+from kvoffload_async.tiers.fs.operations import LoadFailure, StoreItem, Verify, changes_of
+from kvoffload_async.tiers.fs.settings import FsSettings
+from kvoffload_async.tiers.fs.tier import FsTier
 from kvoffload_async.tiers.fs.usage import FILE_NAME, Usage, read_usage
 from kvoffload_async.tiers.fs.walk import Inventory, take_inventory
+from kvoffload_async.tiers.fs.writers import WriterRegistry
 from kvoffload_async.types import OffloadKey
 
 BLOCK = 4096
@@ -64,21 +58,33 @@ class FsDirectory:
                 high_watermark=high,
                 trust_vllm_directory=self.namespace.is_vllms,
                 low_watermark=low,
+                eviction_policy=policy,
+                ops=ops,
                 **settings,
-            ),
-            partial(create_policy, policy),
-            ops,
+            )
         )
 
-    def files(self, ops: FileOps | None = None, *, verify: str = "when_present", **options):
+    def files(
+        self,
+        ops: FileOps | None = None,
+        *,
+        verify: str = "when_present",
+        reuses_inodes: bool = False,
+        **options,
+    ) -> BlockFiles:
         """The block files alone, without a tier around them."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        return BlockFiles(
-            ops or FileOps(),
-            self.namespace,
-            WRITER,
-            FileSettings(block_bytes=BLOCK, verify=Verify(verify), **options),
+        settings = FsSettings(
+            root_dir=str(self.root),
+            run_config=FIELDS,
+            verify=Verify(verify),
+            capacity_bytes=1 << 40,
+            trust_vllm_directory=not reuses_inodes,
+            **options,
         )
+        writers = WriterRegistry(ops or FileOps(), str(self.folder))
+        writers.writer_id = WRITER
+        return BlockFiles(ops or FileOps(), self.namespace, writers, settings, BLOCK)
 
     def open(self, ops: FileOps | None = None, *, num_slots: int = 64, **options) -> TierHarness:
         return TierHarness(self.tier(ops, **options), num_slots, BLOCK)
@@ -163,7 +169,7 @@ def store(
         one.slot: bytearray(content_of(one.key, BLOCK)) if content is None else content
         for one in items
     }
-    files.writer.store(items, lambda slot: memoryview(rows[slot]))
+    files.store(items, lambda slot: memoryview(rows[slot]))
     return items
 
 

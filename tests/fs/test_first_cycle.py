@@ -35,6 +35,12 @@ def open_later(directory: FsDirectory, capacity_bytes: int) -> TierHarness:
     return directory.open(capacity_bytes=capacity_bytes, rescan_interval_s=3600.0)
 
 
+async def stop(housekeeping) -> None:
+    """End housekeeping between two steps: of one that is cancelled, nothing is learned."""
+    async with housekeeping._walking:
+        housekeeping._task.cancel()
+
+
 async def step(housekeeping) -> None:
     async with housekeeping._walking:
         await housekeeping._take_step(lambda: False)
@@ -45,7 +51,7 @@ def test_nothing_is_trimmed_before_a_whole_cycle_and_then_the_oldest_go(director
     by_age = fill(directory, 200)
     with open_later(directory, ROOM_FOR_8) as harness:
         housekeeping = harness.tier._housekeeping
-        housekeeping._task.cancel()
+        harness.run(stop(housekeeping))
         for _ in range(100):
             harness.run(step(housekeeping))
             trim(harness)
@@ -65,7 +71,7 @@ def test_nothing_is_trimmed_before_a_whole_cycle_and_then_the_oldest_go(director
 def test_a_block_that_was_loaded_meanwhile_is_not_among_the_oldest(directory):
     by_age = fill(directory, 60)
     with open_later(directory, room_for(30)) as harness:
-        harness.tier._housekeeping._task.cancel()
+        harness.run(stop(harness.tier._housekeeping))
         assert harness.load(by_age[:2]) == {}
         rescan(harness)
         assert harness.load(by_age[2:4]) == {}
@@ -87,7 +93,7 @@ def test_while_there_is_too_much_nothing_new_is_stored_and_nothing_evicted_for_i
     before_bytes = directory.disk_bytes()
     with open_later(directory, ROOM_FOR_8) as harness:
         housekeeping = harness.tier._housekeeping
-        housekeeping._task.cancel()
+        harness.run(stop(housekeeping))
         assert list(harness.store(K[300:301])) == [0]
         assert directory.blocks() == set(by_age)
         assert harness.load(by_age) == {}
@@ -110,8 +116,8 @@ def test_below_the_capacity_a_store_evicts_what_is_known_before_the_first_cycle_
     full_bytes = directory.disk_bytes() + 4 * KIB  # and 4 for the entry of a writer
     with open_later(directory, full_bytes) as harness:
         space = harness.tier._space
-        harness.tier._housekeeping._task.cancel()
-        while len(space.known()) < 8:
+        harness.run(stop(harness.tier._housekeeping))
+        while len(space._policy) < 8:
             harness.run(step(harness.tier._housekeeping))
         assert space.blocks.is_first_cycle
         assert harness.store(K[300:301]) == {}
@@ -148,7 +154,7 @@ def test_opening_looks_at_everything_in_as_many_steps_as_that_takes(directory, m
     monkeypatch.setattr(housekeeping_module, "_STEP_S", 0.0)
     by_age = fill(directory, 20)
     with open_later(directory, room_for(41)) as harness:
-        assert harness.tier._space.known() == set(by_age)
+        assert set(harness.tier._space._policy) == set(by_age)
         assert not harness.tier._space.blocks.is_first_cycle
 
 
@@ -158,8 +164,8 @@ def test_blocks_that_cannot_be_ranked_are_removed_when_they_are_found_later(dire
         assert space.blocks.ages is None
         fill(directory, 60)
         rescan(harness)
-        assert len(space.known()) == ROOM_FOR_8 // BLOCK
-        assert space.known() == directory.blocks()
+        assert len(space._policy) == ROOM_FOR_8 // BLOCK
+        assert set(space._policy) == directory.blocks()
         trim(harness)
         check(directory, harness, ROOM_FOR_8)
 
@@ -173,7 +179,7 @@ def test_what_a_step_has_found_is_learned_with_turns_for_others_between(director
 
         async def others() -> None:
             while not ends.is_set():
-                if (known := len(space.known())) not in seen:
+                if (known := len(space._policy)) not in seen:
                     seen.append(known)
                 await asyncio.sleep(0)
 
@@ -233,7 +239,7 @@ def test_trimming_goes_on_where_it_was_left(directory, monkeypatch):
     monkeypatch.setattr("kvoffload_async.tiers.fs.space._TRIM_BATCH", 3)
     by_age = fill(directory, 60)
     with open_later(directory, ROOM_FOR_8) as harness:
-        harness.tier._housekeeping._task.cancel()
+        harness.run(stop(harness.tier._housekeeping))
         rescan(harness)
         assert harness.tier._space.blocks.ages is not None
         before = directory.blocks()
@@ -256,7 +262,7 @@ def test_ages_are_sorted_over_slots_and_over_blocks_that_have_none():
     ages.note(K[6:7], [0], {})  # another block has the slot since
     assert ages.take(2) == ([2], [K[3]])
     assert ages.take(2) == ([], [K[4]])
-    assert ages.rest() == [K[5]]
+    assert list(ages.held) == [K[5]]
     assert ages.take(1) == ([4], [])
     assert ages.take(BLOCK) == ([], [K[5]])
     assert ages.take(BLOCK) == ([], [])

@@ -289,7 +289,7 @@ class FsMachine(RuleBasedStateMachine):
     @rule(instance=instances)
     def walk(self, instance):
         rescan(instance.harness)
-        instance.harness.tier._files.writer.sweep_leftover_temps()
+        instance.harness.tier._files.sweep_leftover_temps()
         if len(self.live) == 1:
             assert self.directory.counted_bytes() == self.directory.disk_bytes()
 
@@ -305,13 +305,13 @@ class FsMachine(RuleBasedStateMachine):
     def policies_know_what_spaces_know(self):
         for instance in self.live:
             space = instance.harness.tier._space
-            assert set(space._policy.resident()) == space.known()
+            assert set(space._policy.resident()) == set(space._policy)
             assert not space._busy
 
     @invariant()
     def nothing_is_set_aside_while_no_job_runs(self):
         for instance in self.live:
-            assert not instance.harness.tier._housekeeping._usage._own.running
+            assert not instance.harness.tier._housekeeping._usage._running
 
     def teardown(self):
         try:

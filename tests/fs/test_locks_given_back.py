@@ -67,7 +67,8 @@ def test_a_count_that_another_never_gives_back_ends_the_wait(directory):
     """A process that is stopped inside a change, or hangs in the filesystem."""
     directory.folder.mkdir(parents=True)
     ops = FaultyFileOps()
-    usage = UsageFile(ops, str(directory.folder), "me", set, lock_timeout_s=0.01)
+    usage = UsageFile(ops, str(directory.folder), "me", set)
+    usage._file._timeout_s = 0.01
     usage.open()
     with (
         locked(FileOps(), str(directory.folder / FILE_NAME)),
@@ -82,7 +83,8 @@ def test_a_count_that_another_never_gives_back_ends_the_wait(directory):
 def test_a_thread_that_never_gives_the_count_back_ends_the_wait_of_others(directory):
     directory.folder.mkdir(parents=True)
     ops = FaultyFileOps()
-    usage = UsageFile(ops, str(directory.folder), "me", set, lock_timeout_s=0.01)
+    usage = UsageFile(ops, str(directory.folder), "me", set)
+    usage._file._timeout_s = 0.01
     usage.open()
     hang = ops.hang(on="pread_into")
     stuck = threading.Thread(target=usage.read)

@@ -101,7 +101,7 @@ def test_a_verdict_is_not_applied_to_a_later_probe_of_the_same_key(directory, op
         directory.put(K[0])  # so that the late verdict is another one
         hang.release()
         actor = harness.manager.link.actor
-        harness.run(_ended(actor._probes.tasks))
+        harness.run(_ended(actor.probes.tasks))
         harness.collect()
         assert ask(harness, second, K[0]) == [MISS]
         harness.manager.on_request_finished(second)
@@ -114,7 +114,7 @@ async def _ended(tasks: Iterable) -> None:
 
 
 def _expire_probes(manager: SecondaryTierManager) -> None:
-    probes = manager.link.actor._probes
+    probes = manager.link.actor.probes
     for generation in list(probes._unanswered):
         probes._answer(generation, frozenset(), None)
 
@@ -274,7 +274,7 @@ def _end(harness: ManagerHarness) -> None:
     for thread in threading.enumerate():
         if thread.name.startswith("kvoffload-io"):
             thread.join(DEADLINE_S)
-    harness.host.close()
+    harness.bridge.close()
 
 
 def tiering(directory: FsDirectory, ops: FaultyFileOps, **options):

@@ -150,7 +150,7 @@ def test_victims_that_strangers_have_removed_are_forgotten(directory):
         failures = harness.store(K[100:160])
         assert all(isinstance(error, TierFullError) for error in failures.values())
         rescan(harness)
-        assert not set(K[:100]) & harness.tier._space.known()
+        assert not set(K[:100]) & set(harness.tier._space._policy)
         assert harness.store(K[100:160]) == {}
         rescan(harness)
         check(directory, harness, capacity_bytes)
@@ -195,27 +195,25 @@ def test_it_does_not_look_again_at_once(directory, caplog):
     ops = FaultyFileOps()
     with directory.open(ops, capacity_bytes=ROOM_FOR_8) as harness:
         housekeeping = harness.tier._housekeeping
-        assert harness.run(housekeeping.look_for_blocks(1))
+        assert harness.run(housekeeping.look_for_blocks(harness.tier._space, 1))
         housekeeping._next_look_s = float("inf")
-        assert not harness.run(housekeeping.look_for_blocks(1))
+        assert not harness.run(housekeeping.look_for_blocks(harness.tier._space, 1))
         housekeeping._next_look_s = 0.0
         ops.fail(errno.EIO, when=directory.is_listed, times=1)
-        assert not harness.run(housekeeping.look_for_blocks(1))
+        assert not harness.run(housekeeping.look_for_blocks(harness.tier._space, 1))
         assert "looking for room failed" in caplog.text
 
         async def together():
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(housekeeping.look_for_blocks(1)) for _ in range(4)]
+                tasks = [
+                    group.create_task(housekeeping.look_for_blocks(harness.tier._space, 1))
+                    for _ in range(4)
+                ]
             return [task.result() for task in tasks]
 
         before = housekeeping._walks
         assert harness.run(together()) == [True] * 4
         assert housekeeping._walks == before + 1
-
-
-def test_without_a_capacity_there_is_nothing_to_look_for(directory):
-    with directory.open() as harness:
-        assert not harness.run(harness.tier._housekeeping.look_for_blocks(1))
 
 
 @pytest.mark.usefixtures("folders_on_disk")

@@ -45,7 +45,7 @@ def test_no_error_at_any_call_of_a_store_leaks_room(tmp_path, code, caplog, shar
             ops.heal()
             rescan(harness)
             rescan(harness)
-            harness.tier._files.writer.sweep_leftover_temps()
+            harness.tier._files.sweep_leftover_temps()
             assert harness.store(K[20:22]) == {}
             check(directory, harness, ROOM_FOR_8)
         assert directory.every_block_is_whole()
@@ -70,7 +70,7 @@ def test_a_temporary_file_that_could_not_be_removed_goes_with_the_next_heartbeat
         ops.heal()
         harness.run(housekeeping._tick())
         assert not directory.temps()
-        assert not harness.tier._files.writer.leftover_temps
+        assert not harness.tier._files.leftover_temps
         check(directory, harness, ROOM_FOR_8)
 
 
@@ -149,7 +149,7 @@ def test_a_store_that_is_cancelled_before_its_end_has_begun_leaves_no_temporary_
             harness.run(end_of(storing))
         storing.clear()
         assert directory.temps()
-        harness.tier._files.writer.sweep_leftover_temps()
+        harness.tier._files.sweep_leftover_temps()
         assert not directory.temps()
 
 

@@ -148,7 +148,7 @@ def test_what_was_stored_during_a_walk_is_not_forgotten_nor_what_was_evicted_lea
         assert not set(space.blocks.learn(found))
         hang.release()
         harness.run(end_of(walking))
-        assert space.known() == directory.blocks()
+        assert set(space._policy) == directory.blocks()
 
 
 def test_a_bad_block_that_a_load_removed_is_given_back(directory):
@@ -157,7 +157,7 @@ def test_a_bad_block_that_a_load_removed_is_given_back(directory):
         directory.path(K[0]).write_bytes(b"x" * BLOCK)
         directory.path(K[1]).unlink()
         assert sorted(harness.load(K[:4])) == [0, 1]
-        assert harness.tier._space.known() == set(K[2:4])
+        assert set(harness.tier._space._policy) == set(K[2:4])
         rescan(harness)
         check(directory, harness, ROOM_FOR_8)
 

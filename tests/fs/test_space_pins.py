@@ -1,12 +1,12 @@
 """Blocks of a bounded namespace that are pinned, read or written stay; how often that is asked."""
 
 from faulty_files import FileOps
-from fs.spaces import ROOM_FOR_8, check, rescan, trim
+from fs.spaces import ROOM_FOR_8, Unheard, check, rescan, trim
 
 from kvoffload_async.errors import TierFullError
 from kvoffload_async.policies.lru import LruPolicy
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers.fs.space import Space, SpaceSettings
+from kvoffload_async.tiers.fs.space import Space
 from kvoffload_async.tiers.fs.usage import Sum, Usage, UsageFile
 
 CAPACITY = 1000
@@ -28,20 +28,19 @@ class AskedPolicy(LruPolicy):
 def space_with(directory, keys) -> tuple[Space, AskedPolicy]:
     policy = AskedPolicy(100)
     space = Space(
-        SpaceSettings(CAPACITY, 1.0, 0.95),
         policy,
         UsageFile(FileOps(), str(directory.folder), "writer", set),
         directory.files(),
+        Unheard(),
+        capacity_bytes=CAPACITY,
         block_bytes=10,
-        announce_found=lambda _keys: None,
-        announce_gone=lambda _keys: None,
     )
     space.blocks.learn(keys)
     return space, policy
 
 
 def next_victims(space: Space) -> list:
-    return space.evict_idle(space.num_excess(FULL, trimming=False))
+    return space.evict_idle(space.num_excess(FULL))
 
 
 def test_each_busy_block_is_asked_about_once_and_goes_at_its_rank_when_it_is_not(directory):

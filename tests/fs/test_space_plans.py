@@ -2,10 +2,12 @@
 
 import asyncio
 
+from fs.spaces import Unheard
+
 from kvoffload_async.policies.lru import LruPolicy
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.fs.operations import StoreItem
-from kvoffload_async.tiers.fs.space import Space, SpaceSettings
+from kvoffload_async.tiers.fs.space import Space
 from kvoffload_async.tiers.fs.usage import Operation
 
 K = [key_of(number) for number in range(4)]
@@ -26,13 +28,12 @@ class Granting:
 def space_of(directory, capacity_blocks):
     usage = Granting()
     space = Space(
-        SpaceSettings(1 << 20, 1.0, 0.95),
         LruPolicy(capacity_blocks),
         usage,
         directory.files(),
+        Unheard(),
+        capacity_bytes=1 << 20,
         block_bytes=10,
-        announce_found=lambda _keys: None,
-        announce_gone=lambda _keys: None,
     )
     return space, usage
 
@@ -42,7 +43,7 @@ def plan(space, *keys):
         return call()
 
     items = [StoreItem(index, key, index) for index, key in enumerate(keys)]
-    return asyncio.run(space.plan(items, run_io, squeeze=False))
+    return asyncio.run(space.plan(items, run_io, lambda: None, squeeze=False))
 
 
 def test_a_block_that_a_job_is_about_to_write_gets_no_room_from_another(directory):

@@ -198,7 +198,7 @@ def test_no_error_at_any_call_leaves_a_temp_or_a_partial_block(tmp_path, scenari
         if len(ops.calls) < number:
             assert outcome.status is StoreStatus.WRITTEN
             break
-        files.writer.sweep_leftover_temps()
+        files.sweep_leftover_temps()
         assert not directory.temps(), ops.calls[number - 1]
         assert directory.every_block_is_whole()
         assert (A in directory.blocks()) == (outcome.status is StoreStatus.WRITTEN)
@@ -217,10 +217,10 @@ def test_a_temp_that_cannot_be_removed_is_removed_later(directory, caplog):
     assert store_key(files, A).error is not None
     assert len(directory.temps()) == 1
     with pytest.raises(OSError, match="injected"):
-        files.writer.sweep_leftover_temps()
+        files.sweep_leftover_temps()
     ops.heal()
-    files.writer.sweep_leftover_temps()
-    files.writer.sweep_leftover_temps()
+    files.sweep_leftover_temps()
+    files.sweep_leftover_temps()
     assert not directory.temps()
     assert "not removed" in caplog.text
 

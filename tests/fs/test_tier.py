@@ -15,7 +15,7 @@ from kvoffload_async.block_io.choice import implementation
 from kvoffload_async.errors import TierClosedError
 from kvoffload_async.testing.harness import TierHarness, key_of
 from kvoffload_async.tiers.fs import housekeeping
-from kvoffload_async.tiers.fs.namespace_init import Footprint
+from kvoffload_async.tiers.fs.settings import FsSettings
 from kvoffload_async.types import make_offload_key
 
 K = [key_of(number) for number in range(8)]
@@ -118,13 +118,11 @@ def test_nothing_is_open_after_the_close_however_the_directory_was_opened(direct
 
 
 def test_the_grain_of_a_filesystem_is_no_less_than_a_sector():
-    footprints = [
-        Footprint.of(SimpleNamespace(st_blksize=grain, st_blocks=8), 1025) for grain in (1, 512)
-    ]
-    assert footprints[0] == footprints[1]
-    assert footprints[0].block_bytes == 1536
-    coarse = Footprint.of(SimpleNamespace(st_blksize=4096, st_blocks=24), 1025)
-    assert coarse.block_bytes == 4096
+    settings = FsSettings(root_dir="/unused", run_config={})
+    grains = {1: 1536, 512: 1536, 4096: 4096}
+    for grain, allocated_bytes in grains.items():
+        folder = SimpleNamespace(st_blksize=grain)
+        assert settings.allocated_bytes(1025, folder) == allocated_bytes
 
 
 @pytest.mark.parametrize("options", [{}, {"fsync": True}, {"capacity_bytes": MIB}])

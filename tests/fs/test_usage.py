@@ -56,15 +56,15 @@ def test_room_that_is_released_during_a_change_counts_until_what_was_written_doe
 ):
     usage = opened()
     operation = usage.begin(100, 1, MANY)
-    begin_change = usage._own.begin_change
+    merge = usage._merge
 
     def and_end(found):
         monkeypatch.undo()
-        begun = begin_change(found)
+        begun = merge(found)
         usage.end(operation, grown(100))
         return begun
 
-    monkeypatch.setattr(usage._own, "begin_change", and_end)
+    monkeypatch.setattr(usage, "_merge", and_end)
     assert usage.read().total_bytes == 100
     assert usage.read().total_bytes == 100
 

@@ -37,12 +37,11 @@ def test_a_reservation_that_failed_is_none(opened):
 def test_operations_that_cannot_begin_leave_nothing_however_many(opened, on):
     ops = FaultyFileOps()
     usage = opened(ops=ops)
-    own = usage._own
     ops.fail(errno.EIO, on=on)
     for _ in range(50):
         with pytest.raises(OSError, match="injected"):
             usage.begin(100, 3, MANY)
-    assert not [*own.running, *own._ended, *own._reporting]
+    assert not [*usage._running, *usage._ended, *usage._reporting]
     ops.heal()
     assert reserved(usage.read()) == {"me": 0}
 
@@ -148,7 +147,7 @@ def test_threads_of_one_tier_lose_no_update(opened):
 
     run_together(4, job)
     assert state(usage) == (1400, 0, 0)
-    assert not usage._own.running
+    assert not usage._running
 
 
 def test_tiers_lose_no_update_to_each_other(opened):

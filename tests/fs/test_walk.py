@@ -310,7 +310,7 @@ def test_blocks_in_a_bucket_that_cannot_be_read_are_not_taken_for_gone(directory
         harness.store(K[:10])
         ops.fail(errno.EIO, on="walk", times=2, when=lambda call: ".writers" not in call.path)
         rescan(harness)
-        assert harness.tier._space.known() == set(K[:10])
+        assert set(harness.tier._space._policy) == set(K[:10])
         assert evicted(harness) == set()
         rescan(harness)
         check(directory, harness, ROOM)
@@ -334,7 +334,7 @@ def test_blocks_found_before_the_count_failed_are_not_taken_for_gone(directory, 
 
         harness.run(cycle(harness.tier._housekeeping))
         assert evicted(harness) == set()
-        assert harness.tier._space.known() == set(K[:10])
+        assert set(harness.tier._space._policy) == set(K[:10])
         check(directory, harness, ROOM)
 
 
@@ -372,14 +372,14 @@ def test_blocks_are_not_taken_for_gone_if_others_beyond_the_capacity_cannot_be_r
         harness.run(cycle(harness.tier._housekeeping))
         assert failures
         assert evicted(harness).isdisjoint(keys[:10])
-        assert set(keys[:10]) <= space.known()
+        assert set(keys[:10]) <= set(space._policy)
 
 
 def test_a_block_that_was_loaded_is_known_before_a_walk_has_found_it(directory):
     with directory.open(capacity_bytes=ROOM) as harness:
         directory.put(K[0])
         assert harness.load(K[:1]) == {}
-        assert harness.tier._space.known() == {K[0]}
+        assert set(harness.tier._space._policy) == {K[0]}
 
 
 def test_under_load_a_count_that_is_wrong_becomes_right(directory):
@@ -452,10 +452,10 @@ def test_opening_looks_at_no_more_than_it_has_time_for_and_goes_on_in_the_backgr
     hang = ops.hang(when=directory.is_listed, times=1)
     with directory.open(ops, capacity_bytes=ROOM, rescan_interval_s=0.02) as harness:
         assert hang.entered.wait(60)
-        assert not harness.tier._space.known()
+        assert not set(harness.tier._space._policy)
         hang.release()
         harness.run(_end_of_first_cycle(harness.tier._space.blocks))
-        assert harness.tier._space.known() == set(K[:40])
+        assert set(harness.tier._space._policy) == set(K[:40])
         check(directory, harness, ROOM)
 
 

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from faulty_files import FaultyFileOps
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from kvoffload_async.tiers.files.identity import boot_id
 from kvoffload_async.tiers.files.ops import FileOps
+from kvoffload_async.tiers.fs import writers
 from kvoffload_async.tiers.fs.writers import DEAD_AFTER_S, WriterRegistry
 
 YEAR_S = 365 * 86400.0
@@ -45,16 +47,19 @@ def folder(tmp_path) -> Path:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock(monkeypatch) -> Clock:
+    """The clock of this host, which no jump of the filesystem's moves."""
+    clock = Clock()
+    monkeypatch.setattr(writers, "time", SimpleNamespace(monotonic=clock))
+    return clock
 
 
 @pytest.fixture
-def registered(folder, clock):
+def registered(folder):
     made = []
 
     def register(ops=None, boot=None) -> WriterRegistry:
-        writer = WriterRegistry(ops or FileOps(), str(folder), clock)
+        writer = WriterRegistry(ops or FileOps(), str(folder))
         if boot is not None:
             writer._boot_id = boot
         writer.register()

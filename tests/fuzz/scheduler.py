@@ -22,6 +22,7 @@ from fuzz.common import (
     prompt,
 )
 from fuzz.tiers import SlowPool
+from virtual_runner import LeftoverTasksError, VirtualRunner
 
 from kvoffload_async import (
     ClosedError,
@@ -33,7 +34,6 @@ from kvoffload_async import (
     TieringOffloadingSpec,
 )
 from kvoffload_async.runtime.bridge import Bridge
-from kvoffload_async.testing import LeftoverTasksError, VirtualRunner
 
 JUNK = 0xAA
 HEALTHY_STEP_S = 0.2

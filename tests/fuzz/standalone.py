@@ -20,6 +20,7 @@ from fuzz.common import (
     prompt,
 )
 from fuzz.tiers import SlowPool
+from virtual_runner import LeftoverTasksError, VirtualRunner
 
 from kvoffload_async import (
     JobMetadata,
@@ -31,7 +32,6 @@ from kvoffload_async import (
     make_offload_key,
 )
 from kvoffload_async.runtime.bridge import Bridge
-from kvoffload_async.testing import LeftoverTasksError, VirtualRunner
 
 JUNK = 0xAA
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from gpu.measurements import Load, report
 
-from kvoffload_async.transport.streams import CudaRuntime
+from kvoffload_async.transport.streams import DeviceRuntime
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,4 +23,4 @@ KIB, MIB = 1 << 10, 1 << 20
 def test_figures_by_size_of_a_block(block_bytes, capsys):
     with capsys.disabled():
         print(f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}")  # noqa: T201
-        report(CudaRuntime(), [Load(block_bytes)], print)
+        report(DeviceRuntime(), [Load(block_bytes)], print)

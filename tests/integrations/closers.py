@@ -70,7 +70,8 @@ def schedule(seed):
 
     def copy(number):
         try:
-            store.store_tensors([KEYS[number]], [torch.ones(PAGE_BYTES, dtype=torch.uint8)])
+            page = torch.ones(PAGE_BYTES, dtype=torch.uint8)
+            store.move_tensors(Direction.STORE, [KEYS[number]], [page])
         except ClosedError:
             return
 

@@ -626,8 +626,8 @@ def test_memory_of_a_load_that_hangs_is_not_given_back_before_its_copy_ends(star
     gate.content = 77
     task = host.adapter.submit_load_task([keys[0]], [Object(memory[10])])
     assert gate.entered.wait(DEADLINE_S)
-    loads = host.open_store()._late_loads
-    while not loads:
+    loads = host.open_store()._direct_loads
+    while not any(load.ended.done() for load in loads):
         threading.Event().wait(0.001)
     assert host.adapter.query_load_result(task) is None
     # Neither lookups nor other loads wait for it: those go through own rows, and end in time.
@@ -732,11 +732,11 @@ def test_without_a_layout_the_size_used_last_applies(start, memory, lmcache):
     ("params", "message"),
     [
         ({}, "tier: missing"),
-        ({"tier": []}, "tier: .*must be the configuration of a tier"),
+        ({"tier": []}, "tier: .*must be a tier"),
         ({"tier": EXAMPLE, "num_store": 2}, "adapter_params: unknown key 'num_store'.*num_stores"),
         ({"tier": {"type": "slap"}}, r"tier\[0\]: .*did you mean 'slab'"),
         ({"tier": {"type": "slab", "capacity_byte": 1}}, r"tier\[0\]: .*capacity_bytes"),
-        ({"tier": {**EXAMPLE, "model": "m"}}, r"tier\[0\]: model: LMCache's keys determine it"),
+        ({"tier": {**EXAMPLE, "model": "m"}}, r"tier\[0\]: model: 'm' is determined by LMCache"),
         ({"tier": EXAMPLE, "lookup_timeout_s": 0}, "lookup_timeout_s: 0"),
         ("slab", "adapter_params: 'slab' is not valid"),
     ],

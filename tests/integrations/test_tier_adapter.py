@@ -638,7 +638,7 @@ def test_blocks_come_back_from_a_tier_that_is_written_for_vllm(configured, contr
         ctx = ReqContext("r")
         manager.on_new_request(ctx)
         slots = manager.prepare_store(ks(1, 2), ctx).store_spec.block_ids
-        rows = spec._get_kv_view().cast("B")
+        rows = spec.get_manager().get_primary_kv_view().cast("B")
         for number, slot in enumerate(slots.tolist(), 1):
             rows[slot * 4096 : (slot + 1) * 4096] = bytes([number]) * 4096
         manager.complete_store(ks(1, 2), ctx)

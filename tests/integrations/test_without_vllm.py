@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 import kvoffload_async.integrations.vllm as integration
-from kvoffload_async.integrations.vllm.version import SUPPORTED, check_version, require_vllm
+from kvoffload_async.integrations.vllm.version import CONTRACT
 
 ROOT = Path(__file__).parents[2]
 NAMES = ["FsTier", "HostTieringOffloadingSpec", "KVOffloadConnector", "KVOffloadSpec", "SlabTier"]
@@ -41,7 +41,7 @@ def test_another_name_is_an_attribute_error():
 def test_a_folder_that_is_called_vllm_is_no_vllm(monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
     with pytest.raises(ImportError, match="not installed"):
-        require_vllm("x")
+        CONTRACT.require("x")
 
 
 def test_a_vllm_of_another_version_is_refused(monkeypatch):
@@ -49,7 +49,7 @@ def test_a_vllm_of_another_version_is_refused(monkeypatch):
     module.__version__ = "0.31.2"
     monkeypatch.setitem(sys.modules, "vllm", module)
     with pytest.raises(ImportError, match=r"needs vLLM >=0\.32,<0\.34, and 0\.31\.2 is installed"):
-        require_vllm("x")
+        CONTRACT.require("x")
 
 
 def test_a_vllm_that_fails_by_itself_says_why(monkeypatch, tmp_path):
@@ -59,23 +59,23 @@ def test_a_vllm_that_fails_by_itself_says_why(monkeypatch, tmp_path):
     monkeypatch.delitem(sys.modules, "vllm", raising=False)
     importlib.invalidate_caches()
     with pytest.raises(ModuleNotFoundError, match="a_module_that_it_needs"):
-        require_vllm("x")
+        CONTRACT.require("x")
 
 
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.1+cpu", "0.33.0", "0.33.1.dev7+gabc", "0.33"])
 def test_a_supported_version_is_accepted(version):
-    check_version(version, "x")
+    CONTRACT.check(version, "x")
 
 
 @pytest.mark.parametrize("version", ["0.31.9", "0.34.0", "1.32.0", "0.3", "dev", ""])
 def test_any_other_version_is_refused(version):
     with pytest.raises(ImportError, match=r">=0\.32,<0\.34"):
-        check_version(version, "x")
+        CONTRACT.check(version, "x")
 
 
 def test_the_extra_asks_for_the_supported_range():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["optional-dependencies"]["vllm"] == [f"vllm{SUPPORTED}"]
+    assert project["optional-dependencies"]["vllm"] == [f"vllm{CONTRACT.supported}"]
 
 
 def test_importing_the_package_or_its_integrations_imports_no_vllm():

@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from kvoffload_async.bench.figures import Passes, Report, size_text
+from kvoffload_async.bench.figures import Passes, Report
 from kvoffload_async.bench.plan import Plan
 from kvoffload_async.cli.bench import DEFAULT_TIERS, BenchOptions, measure, print_tables
 from kvoffload_async.cli.command import finish, flag, running
@@ -23,6 +23,7 @@ from kvoffload_async.cli.output import (
     check_writable,
     drawing_module,
     publish,
+    size_text,
 )
 from kvoffload_async.config import suitable_threads
 from laboratory.peers import PEERS, load_peer
@@ -61,15 +62,6 @@ class PeerOptions(BenchOptions):
         min=1,
         max=64,
     )
-    direct_baseline: bool = flag(
-        False, "Bypass the page cache (O_DIRECT) in the baseline.", "--direct-baseline"
-    )
-    keep: bool = flag(
-        False,
-        "Reuse one store per block size instead of a new one each round. An unbounded store then "
-        "grows every round, as on a server that only adds blocks.",
-        "--keep",
-    )
     warm_up: bool = flag(
         True,
         "Touch free memory before opening a store: a virtual machine may have returned it to the "
@@ -99,9 +91,7 @@ def bench(given: PeerOptions) -> None:
             in_flight=given.in_flight,
             rounds=given.rounds,
             threads=given.threads or suitable_threads(),
-            direct_baseline=given.direct_baseline,
             steady=given.steady,
-            keep=given.keep,
             warm_up=given.warm_up,
         )
         report = measure(plan, tiers, console, interrupt, peers)

@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kvoffload_async.bench.contender import Place
+from kvoffload_async.bench.contender import Contender, OpenTier, Place
 from kvoffload_async.config import at_least, parse_bool
 from kvoffload_async.types import BlockIds, LookupResult, OffloadKey
 
@@ -79,14 +79,12 @@ class LmcacheManager:
         return LookupResult.MISS
 
 
-class OpenLmcacheFs:
-    """The adapter, open on a directory.
+class OpenLmcacheFs(OpenTier):
+    """The adapter, open on a directory; it takes no contexts."""
 
-    Attributes:
-        manager: The manager for the benchmark to drive.
-        request: None.
-        step: None.
-    """
+    manager: Any
+    request: Any
+    step: Any
 
     def __init__(self, adapter: Any, key_class: Any, view: memoryview) -> None:
         """Wrap an open adapter over the primary's rows."""
@@ -100,7 +98,7 @@ class OpenLmcacheFs:
 
     def make_job(
         self, job_id: int, keys: Sequence[OffloadKey], rows: BlockIds, *, is_load: bool
-    ) -> Job:
+    ) -> Any:
         """Return a job; the same type for both directions."""
         size = self._row_bytes
         return Job(
@@ -115,13 +113,10 @@ class OpenLmcacheFs:
         self._flat.release()
 
 
-class LmcacheFsPeer:
+class LmcacheFsPeer(Contender):
     """LMCache's native file tier in its default configuration.
 
-    Attributes:
-        name: Name in the results.
-        options: Its options, and LMCache's version.
-        place: Where it writes.
+    Its `options` include LMCache's version.
     """
 
     def __init__(self, name: str, options: Mapping[str, Any], place: Place) -> None:
@@ -137,13 +132,13 @@ class LmcacheFsPeer:
         self._create = importlib.import_module(f"{_L2}.factory").create_l2_adapter_from_registry
         self._key_class = importlib.import_module("lmcache.v1.distributed.api").ObjectKey
         self.name = name
-        self.place: Place | None = place
+        self.place = place
         self._settings = {
             "num_workers": at_least(1)(options.get("num_workers", _DEFAULT_WORKERS), "num_workers"),
             "use_odirect": parse_bool(options.get("use_odirect", False), "use_odirect"),
         }
         version = importlib.import_module("lmcache._version").__version__
-        self.options: Mapping[str, Any] = {**self._settings, "lmcache": version}
+        self.options = {**self._settings, "lmcache": version}
 
     def capacity_bytes(self, stored_bytes: int) -> int | None:
         """Return None: there is no capacity limit."""

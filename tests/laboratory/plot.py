@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from matplotlib.figure import Figure as Canvas
 
-from kvoffload_async.bench.figures import Figure, Report, size_text
+from kvoffload_async.bench.figures import Figure, Report
 from kvoffload_async.bench.plan import GIB
 from kvoffload_async.bench.rounds import MEMCPY
+from kvoffload_async.cli.output import size_text
 from kvoffload_async.replay.plot import check_suffix
 
 if TYPE_CHECKING:

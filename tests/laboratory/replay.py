@@ -11,12 +11,11 @@ from typing import Final
 from rich.console import Console
 from rich.table import Table
 
-from kvoffload_async.cli.app import ReplayFlags, check_choice, open_requests
+from kvoffload_async.cli.app import check_choice, open_requests
 from kvoffload_async.cli.app import replay as replay_alone
 from kvoffload_async.cli.command import errors_as_one_line, finish, flag, running
-from kvoffload_async.cli.output import check_writable, publish
-from kvoffload_async.cli.progress import Gauge, progress_bar
-from kvoffload_async.cli.settings import ScratchFolder, resolve
+from kvoffload_async.cli.output import Gauge, check_writable, progress_bar, publish
+from kvoffload_async.cli.settings import ReplayFlags, ScratchFolder, resolve
 from kvoffload_async.config import OffloadConfig
 from kvoffload_async.errors import InputError
 from laboratory.fleet.plan import RANDOM, SPREADS
@@ -81,8 +80,7 @@ def replay(given: FleetFlags) -> None:
             requests = list(source)
         gauge = Gauge()
         gauge.expect(len(PASSES) * len(requests))
-        with progress_bar(console, lambda: gauge.fraction_done, "fleet") as on_change:
-            gauge.on_change = on_change
+        with progress_bar(console, gauge.fraction_done, "fleet"):
             options = FleetOptions(
                 size=given.fleet,
                 spread=spread,

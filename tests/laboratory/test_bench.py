@@ -8,7 +8,7 @@ from bench.witnesses import SMALL
 from rich.console import Console
 
 from kvoffload_async.bench import Plan, run_bench
-from kvoffload_async.bench.contender import OpenOwnTier
+from kvoffload_async.bench.contender import Contender, OpenTier
 from kvoffload_async.facade.secondary import ExampleSecondaryTierManager
 from laboratory.bench import relative_table
 from laboratory.peers import PEERS, Entry
@@ -16,7 +16,7 @@ from laboratory.peers import PEERS, Entry
 PLAN = Plan.parse("4KiB,8KiB", "8KiB", keys_per_job=1, one_job=2, in_flight=2, rounds=1, threads=2)
 
 
-class FakePeer:
+class FakePeer(Contender):
     """Another engine's tier, though it is one of this package's."""
 
     def __init__(self, name, options, place):
@@ -26,7 +26,7 @@ class FakePeer:
         return None
 
     def open(self, view, directory, stored_bytes):
-        return OpenOwnTier(ExampleSecondaryTierManager(None, view))
+        return OpenTier(ExampleSecondaryTierManager(None, view))
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_every_contender_is_compared_with_every_other_that_is_a_peer():
         (["--peer", "vllm-fss"], "did you mean 'vllm-fs'?"),
         (["--peer", "vllm-fs:verify=off"], "unknown key 'verify'"),
         (["--peer", "vllm-fs:root_dir=3"], "root_dir: 3 is not valid; give a path"),
-        (["--peer", ":a=1"], "--peer ':a=1': no type"),
+        (["--peer", ":a=1"], "--peer: no type"),
         (["--plot", "picture.mp3"], "'.mp3' is not an image format; use one of"),
         (["--plot", "picture"], "'' is not an image format"),
         (["--plot", "/no/such/folder/bench.png"], "--plot /no/such/folder/bench.png: cannot be"),

@@ -10,22 +10,20 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from kvoffload_async.bench.contender import Place
+from kvoffload_async.bench.contender import Contender, OpenTier, Place
 from kvoffload_async.config import at_least, parse_bool
-from kvoffload_async.integrations.vllm.version import require_vllm
+from kvoffload_async.integrations.vllm.version import CONTRACT
 from kvoffload_async.types import BlockIds, OffloadKey
 
 _DEFAULT_THREADS = 16
 
 
-class OpenVllmFs:
-    """vLLM's `fs` tier, open on a directory.
+class OpenVllmFs(OpenTier):
+    """vLLM's `fs` tier, open on a directory; its manager, contexts and jobs are vLLM's."""
 
-    Attributes:
-        manager: vLLM's tier.
-        request: Request context passed to `lookup`.
-        step: Step context passed to `on_schedule_end`.
-    """
+    manager: Any
+    request: Any
+    step: Any
 
     def __init__(self, manager: Any, base: Any, tiering: Any) -> None:
         """Wrap an open tier; `base` and `tiering` are vLLM's modules with these names."""
@@ -36,7 +34,7 @@ class OpenVllmFs:
 
     def make_job(
         self, job_id: int, keys: Sequence[OffloadKey], rows: BlockIds, *, is_load: bool
-    ) -> object:
+    ) -> Any:
         """Return a job of vLLM's type."""
         return self._job_class(
             job_id=job_id,
@@ -51,13 +49,10 @@ class OpenVllmFs:
         self.manager.shutdown()
 
 
-class VllmFsPeer:
+class VllmFsPeer(Contender):
     """vLLM's `fs` tier in its default configuration, except for buffered I/O.
 
-    Attributes:
-        name: Name in the results.
-        options: Its options, vLLM's version, and whether vLLM's C helper is used.
-        place: Where it writes.
+    Its `options` include vLLM's version, and whether vLLM's C helper is used.
     """
 
     def __init__(self, name: str, options: Mapping[str, Any], place: Place) -> None:
@@ -67,18 +62,18 @@ class VllmFsPeer:
             ImportError: No supported vLLM is installed.
             ConfigError: An option is invalid.
         """
-        require_vllm(f"the peer {name}")
+        CONTRACT.require(f"the peer {name}")
         self._base = importlib.import_module("vllm.v1.kv_offload.base")
         self._tiering = importlib.import_module("vllm.v1.kv_offload.tiering.base")
         self._fs = importlib.import_module("vllm.v1.kv_offload.tiering.fs.manager")
         self.name = name
-        self.place: Place | None = place
+        self.place = place
         self._direct = parse_bool(options.get("direct_io", False), "direct_io")
         self._threads = {
             key: at_least(1)(options.get(key, _DEFAULT_THREADS), key)
             for key in ("n_read_threads", "n_write_threads")
         }
-        self.options: Mapping[str, Any] = {
+        self.options = {
             **self._threads,
             "direct_io": self._direct,
             "c_helper": _has_c_helper(),

@@ -54,7 +54,6 @@ class Series:
                 time_s=0.0,
                 uptime_s=uptime_s,
                 statistics=stats,
-                socket={},
             )
         )
         return self.readings

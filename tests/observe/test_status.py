@@ -29,7 +29,6 @@ def answer(**changes):
         "kind": "OffloadingStatistics",
         "statistics": asdict(stats),
         "slowest": None,
-        "socket": {"answered": 0},
     }
     return json.dumps(whole | changes)
 
@@ -69,7 +68,6 @@ def test_an_engines_own_statistics_are_told_apart():
         {"pid": "7"},
         {"pid": None},
         {"time_s": []},
-        {"socket": [1]},
         {"slowest": {}},
         {"slowest": [3]},
         {"uptime_s": float("inf")},

@@ -23,4 +23,4 @@ def with_ghosts(capacity_blocks, b1, b2):
 
 
 def lists(rig):
-    return [list(part) for part in (rig.inner.t1, rig.inner.t2, rig.inner.b1, rig.inner.b2)]
+    return [list(part) for part in rig.inner.lists()]

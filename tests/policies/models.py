@@ -211,12 +211,12 @@ class NaiveArc:
 
 
 def arc_state(policy: ArcPolicy) -> object:
-    return tuple(policy.t1), tuple(policy.t2), tuple(policy.b1), tuple(policy.b2), policy.p
+    return (*policy.lists(), policy.p)
 
 
 def check_arc_invariants(policy: ArcPolicy) -> None:
     c = policy.capacity_blocks
-    t1, t2, b1, b2 = (list(part) for part in (policy.t1, policy.t2, policy.b1, policy.b2))
+    t1, t2, b1, b2 = map(list, policy.lists())
     assert len(t1) + len(t2) <= c
     assert len(t1) + len(b1) <= c
     assert len(t1 + t2 + b1 + b2) <= 2 * c

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise, takewhile
 from zlib import crc32
 
-from kvoffload_async.policies.reuse import NUM_CLASSES
+from kvoffload_async.policies.reuse import NUM_CLASSES, ReuseModel
+from kvoffload_async.types import OffloadKey
 
 LRU_RANK = (0, 7, 8, 9, 10, 11, 1, 2, 3, 4, 5, 6)
 EDGES = [0.0, *(2 ** (i / 2) for i in range(25))]
@@ -411,3 +412,13 @@ class NaiveHd:
             shadow.form(kind, time, found + fitting)
             num_others -= len(found)
         return head
+
+
+def known_blocks(model: ReuseModel) -> dict[OffloadKey, tuple[int, int, int, bool]]:
+    """Return key -> (uses, class, time of the last use, whether held) of a policy's model."""
+    found = {}
+    for one, number in model._known.items():
+        group = model._group_of[number]
+        seen = model._class_of_group[group], model._formed_at[group]
+        found[one] = (model._uses[number], *seen, bool(model._is_cached[number]))
+    return found

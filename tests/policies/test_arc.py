@@ -71,7 +71,7 @@ def test_at_its_target_t1_gives_way_to_a_ghost_of_t2_but_not_to_a_new_key():
     rig.inner.p = 1.0
     assert rig.store(5) == [key(3)]
     rig.inner.p = 3.0
-    assert len(rig.inner.t1) == 2
+    assert len(rig.inner.lists()[0]) == 2
     assert rig.store(2) == [key(4)]
 
 
@@ -123,7 +123,7 @@ def test_l2_drops_its_oldest_ghost_when_there_are_twice_as_many_keys_as_places()
 def test_a_ghost_that_the_batch_itself_pushed_out_is_a_new_key():
     rig = cache(3, once=[1, 2], twice=[3])
     rig.store(4)
-    assert rig.inner.b1 == (key(1),)
+    assert rig.inner.lists()[2] == (key(1),)
     assert rig.store(5, 1) == keys([2, 4])
     assert rig.inner.p == 0
     assert lists(rig) == [keys([5, 1]), [key(3)], [key(4)], []]
@@ -296,7 +296,7 @@ def test_tails_leave_before_heads():
     rig.request("head", "middle", "tail")
     rig.request("other", "one")
     assert rig.request("head", "middle", "tail") == set(keys(["head", "middle"]))
-    assert set(rig.inner.t2) == set(keys(["head", "middle"]))
+    assert set(rig.inner.lists()[1]) == set(keys(["head", "middle"]))
 
 
 @pytest.mark.parametrize("arrival", list(itertools.permutations("abc")))
@@ -345,8 +345,8 @@ TestArcAgainstItsModel = pytest.mark.stateful(ArcMachine.TestCase)
 
 
 def damaged_with_a_key_in_two_lists(policy):
-    policy._ghost_keys.update([5], [policy.t1[0]])
-    policy._ghosts.set(policy.t1[0], 5)
+    policy._ghost_keys.update([5], [policy.lists()[0][0]])
+    policy._ghosts.update([policy.lists()[0][0]], [5])
     policy._ghost_lists.append([5], 1)
     policy._ghost_sizes[1] += 1
 
@@ -354,7 +354,7 @@ def damaged_with_a_key_in_two_lists(policy):
 def damaged_with_a_ghost_too_many(policy):
     policy._ghost_lists.append([5], 1)
     policy._ghost_keys.update([5], [key("ghost")])
-    policy._ghosts.set(key("ghost"), 5)
+    policy._ghosts.update([key("ghost")], [5])
 
 
 def damaged_with_a_ghost_without_its_key(policy):

@@ -2,11 +2,14 @@
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 from typing import ClassVar
+
+from virtual_runner import VirtualRunner
 
 from kvoffload_async.errors import TierFullError, TierUnavailableError
 from kvoffload_async.runtime.buffer import PrimaryBuffer
-from kvoffload_async.testing import InlineIo, VirtualRunner
+from kvoffload_async.testing import InlineIo
 from kvoffload_async.testing.harness import content_of, make_job
 from kvoffload_async.tiers._environment import ActorEnvironment
 from kvoffload_async.tiers.remote.client import RemoteClient, Value
@@ -78,14 +81,11 @@ class FakeClient(RemoteClient):
     async def connect(self):
         await self._begin("connect")
 
-    async def check(self):
-        await self._begin("check")
+    async def check(self, server):
+        await self._begin("check", () if server is None else [bytes([server])])
 
     def server_of(self, key):
         return key[0] % self.servers if self.servers > 1 else None
-
-    async def check_server(self, server):
-        await (self.check() if server is None else self._begin("check", [bytes([server])]))
 
     async def exist(self, keys):
         await self._begin("exist", keys)
@@ -126,6 +126,20 @@ class FakeClient(RemoteClient):
         return self.portion
 
 
+class FakeTier(RemoteTier):
+    """A tier over a given client."""
+
+    def __init__(self, client, settings):
+        super().__init__(settings, "fake://host")
+        probes_prefixes = not client.answers_many
+        self.capabilities = replace(self.capabilities, probes_prefixes=probes_prefixes)
+        self._given = client
+
+    def _create_client(self, namespace):
+        self._given.emptied = self._emptied
+        return self._given
+
+
 class World:
     """A tier over such a client, on a loop with virtual time."""
 
@@ -134,18 +148,9 @@ class World:
         self.runner = VirtualRunner()
         self.buffer = PrimaryBuffer(num_slots, SLOT_BYTES)
         options = {"positive_cache_ttl_s": 0.0, "negative_cache_ttl_s": 0.0} | options
-        self.tier = RemoteTier(
-            RemoteSettings(**options),
-            self._create,
-            "fake://host",
-            probes_prefixes=not self.client.answers_many,
-        )
+        self.tier = FakeTier(self.client, RemoteSettings(**options))
         self.env = ActorEnvironment(self.buffer.view, InlineIo(), lambda _event: None)
         self._job_id = 0
-
-    def _create(self, namespace, block_bytes, emptied):
-        self.client.emptied = emptied
-        return self.client
 
     def __enter__(self):
         self.run(self.tier.open(self.env))

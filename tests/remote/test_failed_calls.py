@@ -8,15 +8,14 @@ from functools import partial, wraps
 import pytest
 from remote.fake_store import SLOT_BYTES, FakeClient, LibraryError, World
 from remote.object.tiers import K
+from virtual_runner import VirtualRunner
 
 from kvoffload_async.errors import TierUnavailableError
-from kvoffload_async.testing import VirtualRunner
 from kvoffload_async.testing.harness import TierHarness
-from kvoffload_async.tiers.object.client import ObjectConnection
-from kvoffload_async.tiers.object.tier import ObjectSettings, ObjectTier
+from kvoffload_async.tiers.object.tier import ObjectOptions, ObjectTier
 from kvoffload_async.tiers.remote.calls import Calls, run_together
 from kvoffload_async.tiers.remote.existence import ExistenceCache, ExistenceProber
-from kvoffload_async.tiers.remote.settings import Redactor, RemoteCounters, RemoteSettings
+from kvoffload_async.tiers.remote.settings import RemoteCounters, RemoteSettings
 
 CALLS = ["check", "connect", "exist", "get", "put", "remove_if", "renew"]
 
@@ -175,7 +174,7 @@ async def asked(calls, payload):
     client = FakeClient(answers_many=False)
     client.exist = fail_in_a_circle
     memory = ExistenceCache(0.0, 0.0, asyncio.get_running_loop().time)
-    await ExistenceProber(client, calls, memory, RemoteCounters()).ask_anew(payload, 100.0)
+    await ExistenceProber(client, calls, memory).ask_anew(payload, 100.0)
 
 
 async def together(_calls, payload):
@@ -185,9 +184,8 @@ async def together(_calls, payload):
 @pytest.mark.parametrize("operation", [called, asked, together])
 def test_what_has_failed_keeps_nothing_that_it_was_called_with(operation):
     runner = VirtualRunner()
-    calls = Calls(
-        FakeClient(), Redactor([]), call_timeout_s=1.0, response_timeout_s=1.0, max_retries=2
-    )
+    settings = RemoteSettings(call_timeout_s=1.0, probe_timeout_s=1.0)
+    calls = Calls(FakeClient(), settings, RemoteCounters())
 
     async def failed():
         payload = Payload(K[:2])
@@ -213,8 +211,8 @@ class CircularObjects(ObjectTier):
 
     failing = frozenset()
 
-    def _client_of(self, namespace, block_bytes, emptied):
-        client = super()._client_of(namespace, block_bytes, emptied)
+    def _create_client(self, namespace):
+        client = super()._create_client(namespace)
         for name in CALLS:
             setattr(client, name, circular(self._spoilt(name, getattr(client, name))))
         return client
@@ -230,9 +228,8 @@ class CircularObjects(ObjectTier):
 
 @pytest.mark.parametrize("failing", [*CALLS, "a bit"])
 def test_a_failed_call_of_an_object_store_keeps_no_memory(tmp_path, failing):
-    remote = RemoteSettings(positive_cache_ttl_s=0.0, negative_cache_ttl_s=0.0, max_retries=1)
-    connection = ObjectConnection(url=(tmp_path / "objects").as_uri())
-    tier = CircularObjects(ObjectSettings(connection=connection, remote=remote))
+    options = {"positive_cache_ttl_s": 0.0, "negative_cache_ttl_s": 0.0, "max_retries": 1}
+    tier = CircularObjects(ObjectOptions(url=(tmp_path / "objects").as_uri(), **options))
     with TierHarness(tier, 64, SLOT_BYTES) as harness:
         harness.run(tier.longest_prefixes([K[:8]]))
         harness.store(K[:8])

@@ -14,7 +14,7 @@ from servers.valkey import ValkeyServer
 from kvoffload_async.errors import BlockMissingError, CorruptBlockError
 from kvoffload_async.testing import TierHarness
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers.object.client import ObjectConnection
+from kvoffload_async.tiers.object.tier import ObjectOptions
 
 pytestmark = pytest.mark.slow
 
@@ -147,7 +147,7 @@ def test_object(tmp_path_factory):
 
         @initialize()
         def begin(self):
-            self.connection = ObjectConnection(f"file://{tmp_path_factory.mktemp('blocks')}")
+            self.connection = ObjectOptions(url=f"file://{tmp_path_factory.mktemp('blocks')}")
             self.objects = self.connection.open()
             super().begin()
 

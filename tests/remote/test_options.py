@@ -20,8 +20,7 @@ from kvoffload_async.config import without_secrets
 from kvoffload_async.errors import InputError, TierUnavailableError, UnknownNameError
 from kvoffload_async.tiers.mooncake.process import MooncakeSettings
 from kvoffload_async.tiers.object.tier import ObjectOptions
-from kvoffload_async.tiers.valkey.address import Address
-from kvoffload_async.tiers.valkey.tier import ValkeySettings
+from kvoffload_async.tiers.valkey.address import Address, ValkeySettings
 
 SECRET = "s3cret/p@ss"  # noqa: S105 - made up
 
@@ -236,8 +235,8 @@ def test_a_server_that_is_not_there_is_unavailable_and_no_secret_is_said(config,
 def test_a_secret_is_hidden_however_the_name_of_its_option_is_written():
     store_options = {"AWS_ACCESS_KEY_ID": "AK", "AWS_SECRET_ACCESS_KEY": SECRET}
     options = OBJECT | {"store_options": store_options}
-    _, redact = ObjectOptions.of(options, KVIdentity(model="org/model")).connect()
-    assert redact(f"said {SECRET}") == "said ***"
+    settings = ObjectOptions.of(options, KVIdentity(model="org/model"))
+    assert settings.redact(f"said {SECRET}") == "said ***"
 
 
 @pytest.mark.parametrize(
@@ -263,12 +262,12 @@ def test_the_secrets_of_a_file_of_store_options_are_hidden_when_it_was_replaced_
     path = tmp_path / "options.json"
     path.write_text(json.dumps({"secret_access_key": SECRET}))
     given = {"store_options": {"access_key_id": "AK"}, "store_options_file": str(path)}
-    own = ObjectOptions.of(OBJECT | given, KVIdentity(model="org/model"))
-    connection, redact = own.connect()
+    settings = ObjectOptions.of(OBJECT | given, KVIdentity(model="org/model"))
+    settings.open()
     path.write_text(json.dumps({"secret_access_key": "the new one"}))
-    connection.open()
-    assert redact(f"said {SECRET} and the new one") == "said *** and ***"
-    assert SECRET not in repr((own, connection, redact))
+    settings.open()
+    assert settings.redact(f"said {SECRET} and the new one") == "said *** and ***"
+    assert SECRET not in repr(settings)
 
 
 @pytest.mark.parametrize(

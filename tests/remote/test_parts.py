@@ -4,15 +4,15 @@ import asyncio
 
 import pytest
 from remote.fake_store import FakeClient, LibraryError, World
+from virtual_runner import VirtualRunner
 
 from kvoffload_async.config import without_user_info
 from kvoffload_async.errors import TierUnavailableError
-from kvoffload_async.testing import VirtualRunner
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.files.digests import IntegrityKey
 from kvoffload_async.tiers.remote import existence as memory_module
 from kvoffload_async.tiers.remote.calls import run_together
-from kvoffload_async.tiers.remote.client import Header, is_newer, namespace_of
+from kvoffload_async.tiers.remote.client import Envelopes, Header, is_newer
 from kvoffload_async.tiers.remote.existence import ExistenceCache
 from kvoffload_async.tiers.remote.settings import Redactor
 
@@ -82,7 +82,8 @@ def test_nothing_is_remembered_for_no_time():
     memory = ExistenceCache(0.0, 0.0, lambda: 0.0)
     memory.appeared(K[:1])
     memory.vanished(K[1:2])
-    assert len(memory) == 0
+    assert not memory._present._expiry
+    assert not memory._absent._expiry
 
 
 def test_expired_answers_leave_and_their_number_is_bounded(monkeypatch):
@@ -90,11 +91,11 @@ def test_expired_answers_leave_and_their_number_is_bounded(monkeypatch):
     now = [0.0]
     memory = ExistenceCache(10.0, 10.0, lambda: now[0])
     memory.appeared(K[:30])
-    assert len(memory) == 10
+    assert len(memory._present._expiry) == 10
     assert memory.get(K[29]) is True
     now[0] = 20.0
     memory.appeared(K[40:41])
-    assert len(memory) == 1
+    assert len(memory._present._expiry) == 1
 
 
 # -- together -----------------------------------------------------------------------------------
@@ -170,4 +171,4 @@ def test_blocks_of_another_integrity_key_do_not_verify():
 def test_namespaces_differ_in_layout_and_integrity_key():
     layouts = ["0" * 32, "1" * 32]
     keys = [None, IntegrityKey(b"1" * 32), IntegrityKey(b"2" * 32)]
-    assert len({namespace_of(layout, key) for layout in layouts for key in keys}) == 6
+    assert len({Envelopes(layout, 1, key).namespace for layout in layouts for key in keys}) == 6

@@ -2,18 +2,17 @@
 
 import pytest
 from facade.worlds import HIT, MISS, PENDING, RETRY, World
-from remote.fake_store import FakeClient, LibraryError
+from remote.fake_store import FakeClient, FakeTier, LibraryError
 
 from kvoffload_async.core.health import BreakerSettings
 from kvoffload_async.tiers.remote.settings import RemoteSettings
-from kvoffload_async.tiers.remote.tier import RemoteTier
 
 PROBE_S, RETRY_S, THRESHOLD = 2.0, 5.0, 3
 STEP_S = 0.125
 BLOCKS = range(1, 9)
 
 
-class StallingTier(RemoteTier):
+class StallingTier(FakeTier):
     """Over a client in memory; what `World` asks of scripted tiers besides."""
 
     parked = ()
@@ -22,9 +21,7 @@ class StallingTier(RemoteTier):
         settings = RemoteSettings(
             probe_timeout_s=PROBE_S, positive_cache_ttl_s=0.0, negative_cache_ttl_s=0.0, **options
         )
-        super().__init__(
-            settings, lambda *_: client, "fake://host", probes_prefixes=not client.answers_many
-        )
+        super().__init__(client, settings)
 
     def finish_all(self):
         """Nothing is parked."""

@@ -13,12 +13,13 @@ from simulated_cuda.device import Progress, Schedule, SimulatedCuda, SimulatedSt
 
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.async_engine.surface import OffloadEngine
-from kvoffload_async.cli.settings import Flags, ScratchFolder, resolve
+from kvoffload_async.cli.settings import ReplayFlags, ScratchFolder, resolve
 from kvoffload_async.errors import ConfigError, StalledError, TransportError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.replay import run
-from kvoffload_async.replay.run import ReplayOptions, replay
+from kvoffload_async.replay.drivers import ReplayOptions
+from kvoffload_async.replay.run import replay
 from kvoffload_async.replay.source import NUM_REQUESTS, ChatWorkload, TraceFile
 from kvoffload_async.runtime.machine import Limit
 from kvoffload_async.transport.host import HostTransport
@@ -35,7 +36,7 @@ def assert_sound(report):
 
 
 def test_without_verification_nothing_counts_as_verified():
-    spec = resolve(Flags(tiers=["example"], primary_blocks=96), ScratchFolder())
+    spec = resolve(ReplayFlags(tiers=["example"], primary_blocks=96), ScratchFolder())
     report = replay(spec, ChatWorkload(limit=60), ReplayOptions(verify=False))
     assert report.verified_blocks == report.corrupt_blocks == 0
     assert report.hits["primary"] > 0
@@ -265,7 +266,7 @@ def simulated_device(**options):
 
 def replayed(source, runtime, *, primary_blocks=None, **options):
     """Replay with the built-in workload's tier on a device, None being the host."""
-    flags = Flags(block_bytes="1KiB", primary_blocks=primary_blocks)
+    flags = ReplayFlags(block_bytes="1KiB", primary_blocks=primary_blocks)
     with ScratchFolder() as scratch:
         spec = resolve(flags, scratch)
         return replay(spec, source, ReplayOptions(runtime=runtime, **options)).to_dict()
@@ -368,7 +369,7 @@ class TestAsync:
 
     def test_ctrl_c_while_requests_wait(self, faulty_tiers, monkeypatch):
         monkeypatch.setattr("kvoffload_async.replay.run._bounded", lambda _spec, _options: 0.3)
-        spec = resolve(Flags(tiers=[f"Stuck:module_path={faulty_tiers}"]), ScratchFolder())
+        spec = resolve(ReplayFlags(tiers=[f"Stuck:module_path={faulty_tiers}"]), ScratchFolder())
         stops = threading.Event()
         timer = threading.Timer(0.3, stops.set)
         timer.start()
@@ -381,7 +382,9 @@ class TestAsync:
     def test_work_that_never_ends_is_given_up(self, faulty_tiers, monkeypatch):
         monkeypatch.setattr("kvoffload_async.replay.run.stall_timeout_s", lambda _spec: 0.2)
         config = {"type": "Stuck", "module_path": faulty_tiers}
-        spec = resolve(Flags(tiers=[f"Stuck:module_path={config['module_path']}"]), ScratchFolder())
+        spec = resolve(
+            ReplayFlags(tiers=[f"Stuck:module_path={config['module_path']}"]), ScratchFolder()
+        )
         monkeypatch.setattr("kvoffload_async.replay.run._bounded", lambda _spec, _options: 0.3)
         with pytest.raises(StalledError, match="1 jobs have no result"):
             replay(spec, ChatWorkload(limit=3), ReplayOptions(engine="async"))

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvoffload_async.cli.settings import Flags, ScratchFolder, resolve
-from kvoffload_async.replay.run import PassReports, ReplayOptions, replay
+from kvoffload_async.cli.settings import ReplayFlags, ScratchFolder, resolve
+from kvoffload_async.replay.drivers import ReplayOptions
+from kvoffload_async.replay.run import PassReports, replay
 from kvoffload_async.replay.source import ChatWorkload
 
 
@@ -136,7 +137,7 @@ def test_the_table_has_a_column_a_pass(command):
 
 
 def test_complaints_of_later_passes_say_which_pass():
-    spec = resolve(Flags(tiers=["example"]), ScratchFolder())
+    spec = resolve(ReplayFlags(tiers=["example"]), ScratchFolder())
     good = replay(spec, ChatWorkload(limit=3), ReplayOptions())
     bad = dataclasses.replace(good, corrupt_blocks=1)
     complaint = "1 loaded blocks had wrong bytes"

@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 
 from kvoffload_async import TieringOffloadingSpec
-from kvoffload_async.cli.settings import Flags, ScratchFolder, resolve
+from kvoffload_async.cli.settings import ReplayFlags, ScratchFolder, resolve
 from kvoffload_async.errors import StalledError
 from kvoffload_async.replay.device import FramePool
-from kvoffload_async.replay.drivers import DriverOptions
+from kvoffload_async.replay.drivers import ReplayOptions
 from kvoffload_async.replay.drivers.stepwise import StepwiseDriver
 from kvoffload_async.replay.drivers.workers import Workers
 from kvoffload_async.replay.report import Tally
-from kvoffload_async.replay.run import ReplayOptions, replay, stall_timeout_s, unique_names
+from kvoffload_async.replay.run import replay, stall_timeout_s, unique_names
 from kvoffload_async.replay.source import NUM_REQUESTS, ChatWorkload
 from kvoffload_async.transport.paged import PagedMemory
 
@@ -20,7 +20,7 @@ from kvoffload_async.transport.paged import PagedMemory
 class TestStop:
     def test_stopping_ends_the_requests_in_flight(self, command):
         answers = iter([False] * 50)
-        spec = resolve(Flags(primary_blocks=100, tiers=["example"]), ScratchFolder())
+        spec = resolve(ReplayFlags(primary_blocks=100, tiers=["example"]), ScratchFolder())
         options = ReplayOptions(concurrency=4, should_stop=lambda: next(answers, True))
         report = replay(spec, ChatWorkload(), options)
         assert report.interrupted
@@ -28,13 +28,14 @@ class TestStop:
         assert report.complaints == []
 
     def test_work_that_never_ends_is_given_up_at_the_deadline(self, faulty_tiers):
-        spec = resolve(Flags(tiers=[f"Stuck:module_path={faulty_tiers}"]), ScratchFolder())
+        spec = resolve(ReplayFlags(tiers=[f"Stuck:module_path={faulty_tiers}"]), ScratchFolder())
         manager = spec.get_manager()
         tally = Tally.of_tiers(["Stuck"], device_keeps=False)
         workers = Workers(spec, [PagedMemory(2, 16 * 1024)], tally)
         pool = FramePool(2, keeps_contents=False)
-        options = DriverOptions(tier_names=["Stuck"], stall_timeout_s=0.25)
-        driver = StepwiseDriver(manager, workers, pool, tally, options)
+        driver = StepwiseDriver(
+            manager, workers, pool, tally, ReplayOptions(), stall_timeout_s=0.25
+        )
         with pytest.raises(StalledError, match="0 requests wait and 1 jobs have no result"):
             driver.run([[1, 2]])
         assert not driver.drain(0.05)
@@ -52,7 +53,7 @@ class TestStop:
 
 class TestReport:
     def test_complains_of_what_must_never_happen(self):
-        spec = resolve(Flags(tiers=["example"]), ScratchFolder())
+        spec = resolve(ReplayFlags(tiers=["example"]), ScratchFolder())
         good = replay(spec, ChatWorkload(limit=3), ReplayOptions())
         assert good.complaints == []
         bad = replace(good, corrupt_blocks=1, leaked_pins=2, job_results=good.job_results - 3)
@@ -65,7 +66,7 @@ class TestReport:
 
 def test_no_deferral_expires_although_many_requests_wait_for_a_small_primary():
     """Healthy: the tier is a dictionary. Of 48 requests at once, some waited 30 s for others."""
-    spec = resolve(Flags(primary_blocks=64, tiers=["example"]), ScratchFolder())
+    spec = resolve(ReplayFlags(primary_blocks=64, tiers=["example"]), ScratchFolder())
     report = replay(spec, ChatWorkload(limit=200), ReplayOptions(concurrency=48))
     assert report.complaints == []
     assert report.deferrals_expired == 0

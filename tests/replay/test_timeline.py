@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvoffload_async.cli.settings import Flags, ScratchFolder, resolve
+from kvoffload_async.cli.settings import ReplayFlags, ScratchFolder, resolve
+from kvoffload_async.replay.drivers import ReplayOptions
 from kvoffload_async.replay.report import MAX_SAMPLES, Tally, Timeline
-from kvoffload_async.replay.run import ReplayOptions, replay
+from kvoffload_async.replay.run import replay
 from kvoffload_async.replay.source import ChatWorkload
 
 
@@ -40,7 +41,7 @@ def test_a_sample_does_not_change_with_what_comes_after_it():
 
 @pytest.mark.parametrize("engine", ["sync", "async"])
 def test_the_last_sample_agrees_with_the_report(engine):
-    spec = resolve(Flags(primary_blocks=100, tiers=["example"]), ScratchFolder())
+    spec = resolve(ReplayFlags(primary_blocks=100, tiers=["example"]), ScratchFolder())
     report = replay(spec, ChatWorkload(150), ReplayOptions(engine=engine, has_samples=True))
     assert 20 < len(report.samples) <= MAX_SAMPLES + 1
     first, last = report.samples[0], report.samples[-1]
@@ -55,7 +56,7 @@ def test_the_last_sample_agrees_with_the_report(engine):
 
 
 def test_without_being_asked_for_there_are_none_and_the_figures_never_have_them():
-    spec = resolve(Flags(tiers=["example"]), ScratchFolder())
+    spec = resolve(ReplayFlags(tiers=["example"]), ScratchFolder())
     bare = replay(spec, ChatWorkload(3), ReplayOptions())
     assert bare.samples == ()
     assert "samples" not in bare.to_dict()

@@ -1,5 +1,7 @@
 """A loop and I/O pools that are gone after the test."""
 
+from contextlib import closing
+
 import pytest
 from runtime.beside import Beside, participate
 from runtime.gates import DEADLINE_S
@@ -10,7 +12,7 @@ from kvoffload_async.runtime.loop import LoopThread
 
 @pytest.fixture
 def loop():
-    with LoopThread() as thread:
+    with closing(LoopThread()) as thread:
         yield thread
 
 

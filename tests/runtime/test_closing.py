@@ -8,17 +8,19 @@ import threading
 import numpy as np
 import pytest
 from own_threads import Threadless, open_files
+from scripted_tier import ScriptedTier
+from virtual_runner import VirtualRunner
 
 from kvoffload_async.abc.tier import KVIdentity
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import ExactIndex
 from kvoffload_async.core.tier_state import TierState
+from kvoffload_async.runtime import loop
 from kvoffload_async.runtime.bridge import Bridge, TierLink
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.runtime.io_pool import IoPool
 from kvoffload_async.runtime.loop import LoopThread, new_event_loop
 from kvoffload_async.runtime.shared_region import SharedBuffer
-from kvoffload_async.testing.fakes import ScriptedTier, VirtualRunner
 from kvoffload_async.testing.harness import key_of, make_job
 from kvoffload_async.types import Medium
 
@@ -42,8 +44,9 @@ def test_a_loop_that_cannot_have_its_thread_is_closed(monkeypatch):
         loops.append(new_event_loop())
         return loops[-1]
 
+    monkeypatch.setattr(loop, "new_event_loop", create)
     with pytest.raises(RuntimeError, match="can't start"):
-        LoopThread(loop_factory=create)
+        LoopThread()
     assert loops[0].is_closed()
 
 

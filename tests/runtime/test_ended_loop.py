@@ -2,14 +2,15 @@
 
 import asyncio
 import threading
+from contextlib import closing
 
 import pytest
+from scripted_tier import ScriptedTier
 
 from kvoffload_async.errors import TierClosedError
 from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
-from kvoffload_async.runtime.loop import LoopThread, ThreadsafeRunner
-from kvoffload_async.testing import ScriptedTier
+from kvoffload_async.runtime.bridge import Bridge
+from kvoffload_async.runtime.loop import LoopRunner, LoopThread
 from kvoffload_async.testing.harness import key_of, make_job
 from kvoffload_async.tiers.example import ExampleTier
 
@@ -40,9 +41,9 @@ class Stopping(ExampleTier):
 
 
 def test_a_tier_that_stops_the_loop_ends_nobodys_job(caplog):
-    with RuntimeHost() as host:
+    with closing(Bridge(LoopThread())) as bridge:
         managers = [
-            SecondaryTierManager(None, view(), f"t{i}", tier, runtime=host.bridge)
+            SecondaryTierManager(None, view(), f"t{i}", tier, runtime=bridge)
             for i, tier in enumerate((Stopping(), ExampleTier()))
         ]
         for job_id in range(3):
@@ -92,7 +93,7 @@ def test_when_the_loop_dies_every_job_fails_and_no_call_raises(caplog):
 def test_a_loop_that_ends_between_two_looks_costs_no_call_either():
     loop = asyncio.new_event_loop()
 
-    class Deaf(ThreadsafeRunner):
+    class Deaf(LoopRunner):
         """Knows only when it is called that its loop has ended."""
 
         def has_ended(self):

@@ -5,6 +5,7 @@ import gc
 import os
 import threading
 import weakref
+from contextlib import closing
 
 import pytest
 from runtime.gates import DEADLINE_S, Gate, start
@@ -12,6 +13,7 @@ from runtime.gates import DEADLINE_S, Gate, start
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.config import suitable_threads
 from kvoffload_async.errors import BusyError, TierClosedError, TierUnavailableError
+from kvoffload_async.runtime import io_pool
 from kvoffload_async.runtime.loop import LoopThread
 
 LOAD, STORE, NONE = Direction.LOAD, Direction.STORE, Direction.METADATA
@@ -106,8 +108,9 @@ def test_a_call_without_payload_never_waits_behind_transfers(loop, pools):
         future.result(DEADLINE_S)
 
 
-def test_a_call_over_the_queues_bound_is_refused_at_once(loop, pools):
-    pool = pools(1, 0, 0, queued_calls=1)
+def test_a_call_over_the_queues_bound_is_refused_at_once(loop, pools, monkeypatch):
+    monkeypatch.setattr(io_pool, "MOST_QUEUED", 1)
+    pool = pools(1, 0, 0)
     gate = Gate()
     blocked = start(loop, pool.run(LOAD, gate))
     assert gate.entered.wait(DEADLINE_S)
@@ -305,7 +308,7 @@ def test_a_call_after_close_is_refused(loop, pools):
 def test_a_hung_call_is_left_behind_and_may_end_after_its_loop(pools):
     pool = pools(1, 0, 0)
     gate = Gate()
-    with LoopThread() as loop:
+    with closing(LoopThread()) as loop:
         start(loop, pool.run(LOAD, gate))
         assert gate.entered.wait(DEADLINE_S)
         assert pool.close(0.0) == 1

@@ -2,6 +2,7 @@
 
 import asyncio
 from concurrent.futures import CancelledError
+from contextlib import closing
 
 import pytest
 from runtime.gates import DEADLINE_S, Gate, start
@@ -40,6 +41,6 @@ def test_an_abandoned_call_ends_for_its_coroutine_and_keeps_its_thread(loop, poo
 def test_what_was_never_used_and_what_lost_its_loop_can_be_abandoned(pools):
     pool = pools(0, 0, 1)
     pool.abandon()
-    with LoopThread() as loop:
+    with closing(LoopThread()) as loop:
         loop.run(pool.run(NONE, int), DEADLINE_S)
     pool.abandon()

@@ -12,11 +12,12 @@ import pytest
 from kvoffload_async import OffloadEngine, StateError, TieringOffloadingSpec
 from kvoffload_async.errors import TierTimeoutError
 from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.integrations.vllm.process_folder import ProcessFolder
 from kvoffload_async.runtime import lifetime
-from kvoffload_async.runtime.bridge import RuntimeHost
+from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.runtime.lifetime import Closing
+from kvoffload_async.runtime.loop import LoopThread
+from kvoffload_async.runtime.process_folder import ProcessFolder
 from kvoffload_async.testing.harness import make_job
 from kvoffload_async.tiers.example import ExampleTier
 from kvoffload_async.types import ReqContext, make_offload_key
@@ -218,8 +219,8 @@ def test_in_a_forked_child_every_call_of_an_engine_says_so():
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_in_a_forked_child_every_call_of_a_tiers_manager_says_so(is_shared):
     buffer = PrimaryBuffer(4, 4096)
-    host = RuntimeHost()
-    shared = {"runtime": host.bridge} if is_shared else {}
+    bridge = Bridge(LoopThread())
+    shared = {"runtime": bridge} if is_shared else {}
     manager = SecondaryTierManager(None, buffer.view, "t", ExampleTier(), **shared)
     ctx, job = ReqContext("r"), make_job(1, [KEY], [0], is_promotion=False)
     asked = []
@@ -245,7 +246,7 @@ def test_in_a_forked_child_every_call_of_a_tiers_manager_says_so(is_shared):
     assert manager.drain_jobs(60.0), "the parent goes on"
     assert [result.success for result in manager.get_finished_jobs()] == [True]
     assert manager.shutdown().is_clean
-    host.close()
+    bridge.close()
 
 
 def test_a_forked_child_does_not_remove_its_parents_folder(tmp_path):

@@ -7,16 +7,18 @@ import threading
 
 import numpy as np
 import pytest
+from scripted_tier import ScriptedTier
+from virtual_runner import VirtualRunner
 
 from kvoffload_async.abc.tier import KVIdentity
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import ExactIndex
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import ClosedError, ConfigError, StateError
-from kvoffload_async.runtime.bridge import Bridge, RuntimeHost, TierLink
+from kvoffload_async.runtime.bridge import Bridge, TierLink
 from kvoffload_async.runtime.buffer import PAGE_BYTES, PrimaryBuffer, row_stride_bytes
 from kvoffload_async.runtime.loop import LoopThread
-from kvoffload_async.testing import InlineIo, ScriptedTier, VirtualRunner
+from kvoffload_async.testing import InlineIo
 from kvoffload_async.testing.harness import key_of, make_job
 from kvoffload_async.types import Medium
 
@@ -30,7 +32,7 @@ class UnpooledIo(InlineIo):
 
 @pytest.fixture
 def loop():
-    with LoopThread() as thread:
+    with contextlib.closing(LoopThread()) as thread:
         yield thread
 
 
@@ -195,11 +197,11 @@ def test_a_loop_that_has_died_can_still_be_closed():
         loop.call_soon(print)
 
 
-def test_a_host_owns_its_thread():
-    with RuntimeHost() as host:
-        assert host.bridge.runner.run(value_of(3), DEADLINE_S) == 3
+def test_a_closed_bridge_has_ended_its_thread():
+    with contextlib.closing(Bridge(LoopThread())) as bridge:
+        assert bridge.runner.run(value_of(3), DEADLINE_S) == 3
     with pytest.raises(ClosedError):
-        host.bridge.runner.call_soon(print)
+        bridge.runner.call_soon(print)
 
 
 # -- the bridge ---------------------------------------------------------------------------------

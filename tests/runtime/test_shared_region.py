@@ -13,6 +13,7 @@ import pytest
 from runtime.beside import DEADLINE_S, SLOTS, STRIDE, join
 
 from kvoffload_async.errors import ConfigError, StateError
+from kvoffload_async.runtime import shared_region
 from kvoffload_async.runtime.shared_region import SharedBuffer, _await_size, file_name
 
 HEADER_BYTES = 4096
@@ -137,15 +138,16 @@ def test_memory_in_use_stays_mapped_but_its_name_goes(directory, caplog):
 # -- room ---------------------------------------------------------------------------------------
 
 
-def test_too_little_room_is_an_error_before_the_file_has_a_size(directory):
+def test_too_little_room_is_an_error_before_the_file_has_a_size(directory, monkeypatch):
     seen = []
 
     def free_bytes(where):
         seen.extend(path.stat().st_size for path in where.glob("kvoffload-*"))
         return 40_000
 
+    monkeypatch.setattr(shared_region, "free_space_bytes", free_bytes)
     with pytest.raises(ConfigError) as caught:
-        join(directory, free_bytes=free_bytes)
+        join(directory)
     message = str(caught.value)
     assert "cpu_bytes_to_use: the primary needs 45056 bytes" in message
     assert "only 40000 are free" in message
@@ -155,12 +157,14 @@ def test_too_little_room_is_an_error_before_the_file_has_a_size(directory):
     assert files(directory) == []
 
 
-def test_a_filesystem_without_a_limit_has_room(directory):
-    assert join(directory, 0, 1, free_bytes=lambda _where: None).release()
+def test_a_filesystem_without_a_limit_has_room(directory, monkeypatch):
+    monkeypatch.setattr(shared_region, "free_space_bytes", lambda _where: None)
+    assert join(directory, 0, 1).release()
 
 
-def test_exactly_enough_room_is_enough(directory):
-    assert join(directory, 0, 1, free_bytes=lambda _where: 45056).release()
+def test_exactly_enough_room_is_enough(directory, monkeypatch):
+    monkeypatch.setattr(shared_region, "free_space_bytes", lambda _where: 45056)
+    assert join(directory, 0, 1).release()
 
 
 @pytest.fixture
@@ -187,9 +191,10 @@ def test_a_small_tmpfs_is_found_out_beforehand(small_tmpfs):
     assert files(small_tmpfs) == []
 
 
-def test_room_that_vanishes_after_the_check_is_an_error_and_no_bus_error(small_tmpfs):
+def test_room_that_vanishes_after_the_check_is_an_error_and_no_bus_error(small_tmpfs, monkeypatch):
+    monkeypatch.setattr(shared_region, "free_space_bytes", lambda _where: 1 << 30)
     with pytest.raises(ConfigError, match="No space left on device"):
-        join(small_tmpfs, num_slots=20, free_bytes=lambda _where: 1 << 30)
+        join(small_tmpfs, num_slots=20)
     assert files(small_tmpfs) == []
 
 

@@ -38,10 +38,6 @@ class Served:
         for client in self.clients:
             client.close()
 
-    @property
-    def counted(self):
-        return {name: count for name, count in self.socket.counters.read().items() if count}
-
 
 @pytest.fixture
 def path(tmp_path_factory):
@@ -68,7 +64,6 @@ def test_a_line_is_answered_with_a_line_and_the_connection_ends(served):
     client = served.connect(b"status\nmore")
     served.serve()
     assert received(client) == b"<status>\n"
-    assert served.counted == {"answered": 1}
 
 
 def test_a_request_may_come_in_parts(served):
@@ -98,12 +93,13 @@ def test_a_client_is_answered_after_an_error_in_an_answer_to_another(path, caplo
 
 
 def test_a_request_without_an_end_is_refused(served):
-    served.connect(b"x" * (1 << 15))
+    client = served.connect(b"x" * (1 << 15))
     served.serve()
-    assert served.counted == {"refused": 1}
-    served.connect(b"x" * MAX_REQUEST_BYTES + b"\n")
+    with contextlib.suppress(ConnectionResetError):  # not all of it was read
+        assert received(client) == b""
+    client = served.connect(b"x" * MAX_REQUEST_BYTES + b"\n")
     served.serve()
-    assert served.counted == {"refused": 1, "answered": 1}
+    assert received(client) == b"<" + b"x" * MAX_REQUEST_BYTES + b">\n"
 
 
 @pytest.mark.usefixtures("impatient")
@@ -111,7 +107,6 @@ def test_a_request_without_an_end_is_refused(served):
 def test_one_that_asks_nothing_is_dropped_at_its_deadline(served, sends):
     client = served.connect(sends)
     served.serve()
-    assert served.counted == {"timed_out": 1}
     assert received(client) == b""
 
 
@@ -121,7 +116,6 @@ def test_one_that_sends_its_request_byte_by_byte_has_no_more_time_for_it(served,
     clock = SimpleNamespace(monotonic=lambda: next(passed_s))
     monkeypatch.setattr(status_socket, "time", clock)
     served.serve()
-    assert served.counted == {"timed_out": 1}
     assert received(client) == b""
 
 
@@ -132,7 +126,6 @@ def test_one_that_never_reads_is_dropped_and_others_are_answered(path):
     client = made.connect(b"\n")
     made.serve(2)
     assert received(client) == b"\n"
-    assert made.counted == {"answered": 1, "timed_out": 1}
     assert 0 < len(received(deaf)) < 4 << 20
     made.end()
 
@@ -142,7 +135,6 @@ def test_one_that_goes_away_is_forgotten(path, sends):
     made = Served(path, lambda request: request * (1 << 20))
     made.connect(sends).close()
     made.serve()
-    assert made.counted == {"broken_off": 1}
     made.end()
 
 

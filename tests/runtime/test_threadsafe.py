@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from kvoffload_async.errors import ClosedError, StateError
-from kvoffload_async.runtime.loop import SameLoopRunner, ThreadsafeRunner
+from kvoffload_async.runtime.loop import LoopRunner, SameLoopRunner
 from kvoffload_async.testing import VirtualLoop
 
 DEADLINE_S = 60.0
@@ -18,7 +18,7 @@ async def value_of(value):
 
 def test_another_thread_hands_things_over_until_the_runner_is_closed():
     async def main():
-        runner = ThreadsafeRunner(asyncio.get_running_loop())
+        runner = LoopRunner(asyncio.get_running_loop())
         called = asyncio.Event()
 
         def elsewhere():
@@ -37,7 +37,7 @@ def test_another_thread_hands_things_over_until_the_runner_is_closed():
 
 def test_running_on_the_loops_own_thread_is_refused():
     async def main():
-        runner = ThreadsafeRunner(asyncio.get_running_loop())
+        runner = LoopRunner(asyncio.get_running_loop())
         with pytest.raises(StateError, match="own thread"):
             runner.run(value_of(1), DEADLINE_S)
 
@@ -48,7 +48,7 @@ def test_the_loop_that_is_gone_takes_nothing():
     loop = asyncio.new_event_loop()
     loop.close()
     with pytest.raises(ClosedError):
-        ThreadsafeRunner(loop).call_soon(print)
+        LoopRunner(loop).call_soon(print)
 
 
 def test_the_owner_on_the_loop_needs_no_wake_up_and_hears_of_progress():
@@ -97,7 +97,7 @@ def test_waiting_is_for_a_helper_thread_and_is_woken_by_progress():
 
 def test_a_loop_that_has_ended_by_itself_is_closed_and_no_coroutine_is_left_unawaited():
     loop = asyncio.new_event_loop()
-    runner = ThreadsafeRunner(loop)
+    runner = LoopRunner(loop)
     loop.close()
     with pytest.raises(ClosedError, match="the loop thread is closed"):
         runner.run(asyncio.sleep(0), 1.0)

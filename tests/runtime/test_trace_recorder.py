@@ -20,8 +20,8 @@ def lines(path):
     return [json.loads(line)["hash_ids"] for line in path.read_text().splitlines()]
 
 
-def recorded(path, *prompts, **options):
-    recorder = TraceRecorder(str(path), **options)
+def recorded(path, *prompts):
+    recorder = TraceRecorder(str(path))
     for prompt in prompts:
         recorder.note(ReqContext("r"), keys(prompt))
     recorder.close(10)
@@ -51,9 +51,10 @@ def test_a_prompt_is_written_whole_and_of_one_kv_group(tmp_path):
     assert whole == used
 
 
-def test_a_full_file_is_rotated_and_one_predecessor_kept(tmp_path):
+def test_a_full_file_is_rotated_and_one_predecessor_kept(tmp_path, monkeypatch):
     path = tmp_path / "trace"
-    recorded(path, *["abcd"] * 7, max_file_bytes=200)
+    monkeypatch.setattr(trace_recorder, "MAX_FILE_BYTES", 200)
+    recorded(path, *["abcd"] * 7)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["trace", "trace.1"]
     assert len(lines(path)) == 1
     assert len(lines(tmp_path / "trace.1")) == 2
@@ -90,11 +91,12 @@ def test_starts_that_record_nothing_keep_the_trace_before(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["trace", "trace.1"])
-def test_a_file_that_others_put_in_the_way_ends_the_recording_with_one_warning(
-    name, tmp_path, caplog
+def test_a_file_that_others_put_in_the_way_ends_the_recording_with_a_warning(
+    name, tmp_path, caplog, monkeypatch
 ):
     path = tmp_path / "trace"
-    recorder = TraceRecorder(str(path), max_file_bytes=1)
+    monkeypatch.setattr(trace_recorder, "MAX_FILE_BYTES", 1)
+    recorder = TraceRecorder(str(path))
     path.unlink()
     (tmp_path / name).write_text("of the user")
     while not recorder._has_failed:
@@ -104,12 +106,13 @@ def test_a_file_that_others_put_in_the_way_ends_the_recording_with_one_warning(
     recorder.close(10)
     assert (tmp_path / name).read_text() == "of the user"
     assert recorder.dropped_requests >= 3
-    (record,) = caplog.records
-    assert "record_trace: " in record.getMessage()
-    assert f"{name} cannot be written: the file is not a trace" in record.getMessage()
+    failed, lacking = [record.getMessage() for record in caplog.records]
+    assert failed.startswith("record_trace: ")
+    assert f"{name} cannot be written: the file is not a trace" in failed
+    assert lacking.startswith(f"record_trace: {path} lacks {recorder.dropped_requests} requests: ")
 
 
-def test_requests_beyond_those_that_may_wait_are_dropped_and_counted(tmp_path, monkeypatch):
+def test_requests_beyond_those_that_may_wait_are_dropped_and_counted(tmp_path, caplog, monkeypatch):
     opened, may_write = threading.Event(), threading.Event()
 
     def hang(self, file, at_s, keys):
@@ -126,6 +129,7 @@ def test_requests_beyond_those_that_may_wait_are_dropped_and_counted(tmp_path, m
         recorder.note(ReqContext("r"), keys("a"))
     assert recorder.dropped_requests == 3
     recorder.close(0.01)  # the queue is full: it gives up
+    assert "lacks 3 requests" in caplog.text
     may_write.set()
     recorder._waiting.put(None)
     recorder._thread.join(10)
@@ -134,7 +138,8 @@ def test_requests_beyond_those_that_may_wait_are_dropped_and_counted(tmp_path, m
 @pytest.mark.parametrize("policy", ["lru", "hd"])
 def test_a_recorded_trace_predicts_the_engine(tmp_path, policy):
     from kvoffload_async.facade.spec import TieringOffloadingSpec
-    from kvoffload_async.replay.run import ReplayOptions, replay
+    from kvoffload_async.replay.drivers import ReplayOptions
+    from kvoffload_async.replay.run import replay
     from kvoffload_async.replay.simulation import simulate
     from kvoffload_async.replay.source import ChatWorkload, TraceFile
 

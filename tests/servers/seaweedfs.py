@@ -12,7 +12,7 @@ import pytest
 from obstore.exceptions import BaseError
 from servers.process import READY_S, ServerProcess, free_ports
 
-from kvoffload_async.tiers.object.client import ObjectConnection
+from kvoffload_async.tiers.object.tier import ObjectOptions
 
 BUCKET = "kv-blocks"
 ACCESS_KEY_ID = "AKIDEXAMPLE"
@@ -29,8 +29,7 @@ def binary():
 
 def tier_config(connection):
     """Return the configuration of a tier with a connection."""
-    store_options = {"allow_http": connection.allow_http, **connection.options}
-    return {"type": "object", "url": connection.url, "store_options": store_options}
+    return {"type": "object", "url": connection.url, "store_options": connection.store_options}
 
 
 class SeaweedServer(ServerProcess):
@@ -66,9 +65,9 @@ class SeaweedServer(ServerProcess):
             "access_key_id": ACCESS_KEY_ID,
             "secret_access_key": SECRET_ACCESS_KEY,
         }
-        return ObjectConnection(
-            f"s3://{bucket}/{prefix}", given | options, allow_http=True, call_timeout_s=timeout_s
-        )
+        given |= options | {"allow_http": True}
+        url = f"s3://{bucket}/{prefix}"
+        return ObjectOptions(url=url, store_options=given, call_timeout_s=timeout_s)
 
     def empty(self):
         """Lose everything; while it does not run."""

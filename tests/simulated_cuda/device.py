@@ -41,6 +41,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from kvoffload_async.transport.streams import DeviceRuntime
 from simulated_cuda import operations
 from simulated_cuda.queues import (
     CudaError,
@@ -184,8 +185,8 @@ class SimulatedEvent:
         self.at_ms = self.queues.now_ms
 
 
-class SimulatedCuda:
-    """A device and its runtime; implements `DeviceRuntime`.
+class SimulatedCuda(DeviceRuntime):
+    """A device and its runtime.
 
     Thread: any.
 

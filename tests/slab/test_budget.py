@@ -1,8 +1,9 @@
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvoffload_async.tiers.slab.layout import Budget, slot_bytes_of
+from kvoffload_async.tiers.slab.layout import Budget
+from kvoffload_async.tiers.slab.manifest import slot_bytes_of
 from kvoffload_async.tiers.slab.opening import SlabSettings
 
 MIB = 1 << 20
@@ -28,6 +29,7 @@ def test_segments_are_handed_out_until_the_capacity_is_used_and_not_beyond(
 
 
 @given(capacities, blocks, st.integers(12, 34), st.integers(2, 8))
+@example(696_960, 1, 20, 8)  # the headers of eight segments take the last one's room
 def test_a_store_that_is_not_tiny_has_a_segment_for_each_stripe(
     capacity, block_bytes, log_segment, stripes
 ):

@@ -102,30 +102,3 @@ def test_calls_that_move_less_than_asked_are_continued(slab_store):
         assert all(harness.holds(K[i], 20 + i) for i in range(6))
     with slab_store.open() as harness:
         assert harness.announced() == set(K[:6])
-
-
-def test_a_look_after_files_that_outlives_its_load_costs_no_other(slab_store):
-    """The segment that it asks for may be removed meanwhile."""
-    ops = FaultyFileOps()
-    with slab_store.open(ops, stripes=2, piece_bytes=2 * BLOCK) as harness:
-        harness.store(K[:16])
-        addresses = harness.tier._store.catalog.find(K[:16])
-        segments = list(map(segment_of, addresses))
-        gone, last = segments[0], next(i for i in range(16) if segments[i] != segments[0])
-
-        async def scenario():
-            hang = ops.hang(on="stat", when=lambda call: call.path.endswith("/."), times=1)
-            loads = [
-                asyncio.create_task(
-                    harness.tier.load(make_job(row, [K[row]], [row], is_promotion=True))
-                )
-                for row in (0, last)
-            ]
-            await entered(hang)
-            loads[0].cancel()
-            await asyncio.wait(loads[:1])
-            harness.tier._store.data_path.segments.remove(gone)
-            hang.release()
-            return await loads[1]
-
-        assert harness.run(scenario()) == {}

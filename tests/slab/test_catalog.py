@@ -191,13 +191,11 @@ def test_a_catalog_that_is_filled_has_those_blocks_and_the_other_slots_free(size
     policy = LruPolicy(sum(sizes.values()))
     catalog = Catalog(policy, 4)
     every = [address_of(segment, slot) for segment, slots in sizes.items() for slot in range(slots)]
-    for segment, slots in sizes.items():
-        catalog.add_segment(segment, slots)
     addresses = draw.sample(every, draw.randint(0, len(every)))
     keys = K[: len(addresses)]
     order = np.array(draw.sample(range(len(keys)), len(keys)), dtype=np.int64)
     portions = [(part, [keys[n] for n in part]) for part in np.array_split(order, 2) if len(part)]
-    assert catalog.fill(np.array(addresses, dtype=np.int64), portions)
+    assert catalog.fill(sizes, np.array(addresses, dtype=np.int64), portions)
     assert dict(catalog.items()) == dict(zip(keys, addresses, strict=True))
     assert list(catalog._ranking.resident()) == keys
     assert catalog.num_free == len(every) - len(keys)
@@ -206,5 +204,4 @@ def test_a_catalog_that_is_filled_has_those_blocks_and_the_other_slots_free(size
 
 def test_a_catalog_says_that_a_key_came_twice():
     catalog = Catalog(LruPolicy(4), 4)
-    catalog.add_segment(0, 4)
-    assert not catalog.fill(np.arange(2), [(np.arange(2), [K[0], K[0]])])
+    assert not catalog.fill({0: 4}, np.arange(2), [(np.arange(2), [K[0], K[0]])])

@@ -83,6 +83,18 @@ def test_it_is_on_the_device_before_it_is_renamed(slab_store):
     assert all(before.index("fdatasync") < before.index("open") for before in last)
 
 
+def test_the_one_before_is_closed_before_a_third_is_allocated(slab_store):
+    """The capacity has room for two, and a full disk may have no more."""
+    ops = FaultyFileOps()
+    with slab_store.open(ops, **WHOLE) as harness:
+        churn(harness, 8000)
+    calls = [call.name for call in ops.calls if is_journal(call)]
+    switches = [at for at, name in enumerate(calls) if name == "rename"]
+    assert len(switches) > 2
+    for at in switches[:-1]:
+        assert calls.index("close", at) < calls.index("reserve", at)
+
+
 @pytest.mark.parametrize("call", ["pwrite", "fdatasync", "rename", "open", "reserve"])
 def test_no_store_fails_because_it_cannot_be_written_and_it_is_tried_again(
     slab_store, caplog, call
@@ -159,7 +171,7 @@ def test_a_journal_with_next_to_no_room_left_is_written_anew_at_the_opening(slab
     ops = FaultyFileOps()
     ops.fail(errno.EIO, on="pwrite", when=is_next)  # from the first on: none is under way later
     with slab_store.open(ops, **WHOLE) as harness:
-        journal = harness.tier._store.data_path.journal
+        journal = harness.tier._store.journal
         for number in itertools.count():
             churn(harness, 1, number, 1)
             if journal._max_units - journal._end_units < len(harness.tier._store.catalog) // 40:
@@ -182,7 +194,7 @@ def crowded(harness, ops):
     Returns the hanging wait, the task that stores that job, and its keys.
     """
     hang = ops.hang(on="fdatasync", when=is_next, times=1)
-    waiters = harness.tier._store.data_path.journal._mutex._waiters
+    waiters = harness.tier._store.journal._mutex._waiters
 
     async def crowd():
         numbers = itertools.count()
@@ -236,7 +248,7 @@ def test_what_was_written_before_a_failed_wait_is_lost_whoever_asks_next(slab_st
     ops = FaultyFileOps()
     with slab_store.open(ops, fsync=True) as harness:
         assert harness.store(K[:4]) == {}
-        segments = harness.tier._store.data_path.segments
+        segments = harness.tier._store.segments
         before = segments.sync_failures
         ops.fail(errno.EIO, on="fdatasync", when=is_segment, times=1)
         assert len(harness.store(K[4:8])) == 4

@@ -104,6 +104,7 @@ BAD = [
     {"block_bytes": 0},
     {"block_bytes": True},
     {"slot_bytes": BLOCK - 1},
+    {"slot_bytes": 1 << 20},
     {"slot_bytes": float("nan")},
     {"rank": -1},
     {"rank": None},

@@ -123,7 +123,7 @@ def test_every_option_reaches_the_tier(view, tmp_path):
     assert settings.fsync
     assert settings.io_threads == 5
     assert tier.locality is Locality.REMOTE
-    assert tier.tier._store.catalog._ranking.name == "arc"
+    assert tier.tier._store.catalog._ranking.policy.name == "arc"
     assert (tmp_path / "b" / "org_model_r2").is_dir()
     assert f"{tmp_path}/b" in tier.tier.describe()
     tier.shutdown()

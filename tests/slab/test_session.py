@@ -76,7 +76,7 @@ def test_a_store_that_was_closed_as_it_should_be_is_believed_in_another_boot(
     reboot(slab_store)
     with slab_store.open(**options) as harness:
         assert harness.announced() == set(K[:20])
-        assert not harness.tier._store.data_path.table.has_unverified
+        assert not harness.tier._store.table.has_unverified
     assert not caplog.messages
 
 

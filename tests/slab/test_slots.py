@@ -153,17 +153,6 @@ def test_the_slots_of_two_segments_are_no_neighbours():
     assert sorted(free.runs()) == [(address_of(0, 0), 4), (address_of(1, 0), 4)]
 
 
-def test_a_segment_that_is_dropped_has_no_free_slots():
-    free = full()
-    free.take(5)
-    before = addresses_in(free)
-    count = free.drop_segment(1)
-    assert addresses_in(free) == [
-        address for address in before if address not in ALL[SLOTS : 2 * SLOTS]
-    ]
-    assert free.num_free == len(before) - count
-
-
 @given(st.sets(st.sampled_from(ALL), min_size=1))
 def test_joined_runs_are_maximal_and_cover_everything_once(chosen):
     addresses = sorted(chosen)

@@ -230,8 +230,7 @@ def test_direct_io_moves_the_same_bytes(tmp_path, block):
         assert all(harness.holds(K[i], 40 + i) for i in range(7))
         moves = [call for call in ops.calls if call.name in {"pwritev", "preadv"}]
         assert (
-            all(is_direct(call) for call in moves)
-            or not harness.tier._store.data_path.segments._direct.flag
+            all(is_direct(call) for call in moves) or not harness.tier._store.segments._direct.flag
         )
     with slab_store.open() as harness:
         assert harness.load(K[:7]) == {}

@@ -43,9 +43,7 @@ some_keys = st.lists(st.sampled_from(K), unique=True, max_size=6)
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(
-                ["update", "fill", "set", "discard", "discard_present", "change", "take"]
-            ),
+            st.sampled_from(["update", "fill", "discard", "discard_present", "change"]),
             some_keys,
         )
     )
@@ -54,10 +52,6 @@ def test_a_map_is_a_dictionary(steps):
     found, model = KeyMap(), {}
     for number, (what, keys) in enumerate(steps):
         numbers = range(1000 * number, 1000 * number + len(keys))
-        if what == "take":
-            there = [key for key in keys if key in model]
-            assert found.take(there) == [model.pop(key) for key in there]
-            continue
         if what.startswith("discard"):
             there = [key for key in keys if key in model]
             assert getattr(found, what)(keys) in (None, there)
@@ -70,11 +64,7 @@ def test_a_map_is_a_dictionary(steps):
             model.update(dict.fromkeys(keys, 7))
             continue
         model.update(zip(keys, numbers, strict=True))
-        if what in ("update", "fill"):
-            getattr(found, what)(keys, numbers)
-        else:
-            for key, value in zip(keys, numbers, strict=True):
-                found.set(key, value)
+        getattr(found, what)(keys, numbers)
     assert (len(found), set(found), dict(found.items())) == (len(model), model.keys(), model)
     assert found.find(K) == [found.get(key) for key in K] == [model.get(key) for key in K]
     assert [key in found for key in K] == [key in model for key in K]
@@ -95,12 +85,11 @@ def test_a_map_is_read_in_portions_while_it_changes(keys, count, capacity):
     assert sorted(found) == sorted(keys)
 
 
-def test_a_copy_is_its_own_and_a_merge_takes_everything_in():
-    one, other = KeyMap(), KeyMap()
+def test_a_copy_is_its_own():
+    one = KeyMap()
     one.update(K[:3], [0, 1, 2])
-    other.update(K[2:4], [7, 8])
     copied = one.copy()
-    one.merge(other)
+    one.update(K[2:4], [7, 8])
     assert dict(one.items()) == dict(zip(K[:4], [0, 1, 7, 8], strict=True))
     assert dict(copied.items()) == dict(zip(K[:3], [0, 1, 2], strict=True))
 

@@ -1,29 +1,17 @@
-"""Scripted fakes, faults, strategies: that they do as they are told, and the same every time."""
+"""Scripted fakes, faults: that they do as they are told, and the same every time."""
 
 import asyncio
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from scripted_tier import Operation, ScriptedTier
+from virtual_runner import VirtualRunner
 
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.errors import BlockMissingError, StateError, TierClosedError, TierError
-from kvoffload_async.testing import (
-    Fault,
-    FaultPlan,
-    FaultyTier,
-    InlineIo,
-    Operation,
-    ScriptedIo,
-    ScriptedTier,
-    TierHarness,
-    VirtualRunner,
-)
+from kvoffload_async.testing import Fault, FaultPlan, FaultyTier, InlineIo, ScriptedIo, TierHarness
 from kvoffload_async.testing.harness import ManagerHarness, key_of, make_job
-from kvoffload_async.testing.strategies import jobs, key_lists, offload_keys, request_streams
 from kvoffload_async.tiers._environment import ActorEnvironment
 from kvoffload_async.tiers.example import ExampleTier
-from kvoffload_async.types import get_offload_group_idx
 
 LOAD = Direction.LOAD
 
@@ -275,37 +263,6 @@ def test_a_harness_finds_a_job_without_a_result():
     harness.submitted[99] += 1
     with pytest.raises(AssertionError, match="one result"):
         harness.__exit__(None, None, None)
-
-
-# -- strategies ---------------------------------------------------------------------------------
-
-
-@given(offload_keys(3))
-def test_keys_have_a_hash_and_a_group(key):
-    assert get_offload_group_idx(key) < 3
-
-
-@given(key_lists(1, 4))
-def test_key_lists_are_distinct(keys):
-    assert 1 <= len(set(keys)) == len(keys) <= 4
-
-
-@given(jobs(num_slots=4, is_promotion=st.just(True), job_ids=st.just(3)))
-def test_jobs_are_well_formed(job):
-    slots = job.block_ids.tolist()
-    assert len(job.keys) == len(set(job.keys)) == len(slots) == len(set(slots))
-    assert all(0 <= slot < 4 for slot in slots)
-    assert (job.job_id, job.is_promotion) == (3, True)
-
-
-@given(request_streams())
-def test_requests_share_keys_exactly_as_far_as_their_prefixes(stream):
-    assert len({request.req_id for request in stream}) == len(stream)
-    for a in stream:
-        for b in stream:
-            shared = [x == y for x, y in zip(a.keys, b.keys, strict=False)]
-            assert shared == sorted(shared, reverse=True), "once apart, never together again"
-            assert len(set(a.keys) & set(b.keys)) == sum(shared)
 
 
 def test_a_harness_knows_what_a_tier_announced_and_did_not_take_back():

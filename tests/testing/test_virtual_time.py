@@ -3,9 +3,10 @@
 import asyncio
 
 import pytest
+from virtual_runner import LeftoverTasksError, VirtualRunner
 
 from kvoffload_async.errors import ClosedError, StateError
-from kvoffload_async.testing import LeftoverTasksError, VirtualLoop, VirtualRunner
+from kvoffload_async.testing import VirtualLoop
 
 
 @pytest.fixture

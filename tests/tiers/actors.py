@@ -2,10 +2,13 @@
 
 import asyncio
 
+from scripted_tier import Operation, ScriptedTier
+from virtual_runner import VirtualRunner
+
 from kvoffload_async.abc.events import JobFinished
 from kvoffload_async.abc.tier import TierBounds
 from kvoffload_async.runtime.buffer import PrimaryBuffer
-from kvoffload_async.testing import InlineIo, Operation, ScriptedTier, VirtualRunner
+from kvoffload_async.testing import InlineIo
 from kvoffload_async.testing.harness import key_of, make_job
 from kvoffload_async.tiers._actor import TierActor
 from kvoffload_async.tiers._environment import ActorEnvironment
@@ -44,7 +47,7 @@ class World:
         self.runner.run_ready()
 
     def probe(self, generation, numbers=(1,)):
-        self.runner.call_soon(self.actor.start_probe, generation, [key_of(n) for n in numbers])
+        self.runner.call_soon(self.actor.probes.start, generation, [key_of(n) for n in numbers])
         self.runner.run_ready()
 
     def finish_job(self, index=0, *args, **kwargs):

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from scripted_tier import ScriptedTier
 from tiers.actors import PROBE_TIMEOUT_S, World
 
 from kvoffload_async.abc.events import ProbeAnswered as Answered
@@ -11,7 +12,6 @@ from kvoffload_async.errors import (
     TierClosedError,
     TierTimeoutError,
 )
-from kvoffload_async.testing import ScriptedTier
 from kvoffload_async.testing.harness import key_of, make_job
 
 # -- probes -------------------------------------------------------------------------------------

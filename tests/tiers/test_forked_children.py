@@ -18,7 +18,7 @@ from fs.directories import FsDirectory
 from slab.stores import SlabStore
 
 from kvoffload_async.errors import ConfigError
-from kvoffload_async.integrations.vllm.process_folder import ProcessFolder
+from kvoffload_async.runtime.process_folder import ProcessFolder
 from kvoffload_async.testing.harness import TierHarness, key_of
 from kvoffload_async.tiers.files.locks import LockedFile, locked
 from kvoffload_async.tiers.files.ops import FileOps

@@ -3,10 +3,12 @@ import itertools
 import os
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from faulty_files import FaultyFileOps
 
+from kvoffload_async.tiers.files import locks
 from kvoffload_async.tiers.files.locks import LockedFile, locked
 
 LIMIT_S = 5.0
@@ -47,13 +49,13 @@ def time() -> Time:
 
 
 @pytest.fixture
-def files(path, time):
+def files(path, time, monkeypatch):
+    monkeypatch.setattr(locks, "time", SimpleNamespace(monotonic=time.clock))
+    monkeypatch.setattr(locks, "_pause", time.pause)
     made = []
 
     def make(ops: FaultyFileOps, flags: int = os.O_RDWR) -> LockedFile:
-        file = LockedFile(
-            ops, str(path), flags, timeout_s=LIMIT_S, clock=time.clock, pause=time.pause
-        )
+        file = LockedFile(ops, str(path), flags, timeout_s=LIMIT_S)
         made.append(file)
         return file
 
@@ -88,9 +90,7 @@ def test_a_lock_that_another_holds_is_waited_for_until_the_deadline(file, other,
 
 
 def test_without_time_to_wait_a_lock_is_tried_once(ops, file, path, time):
-    impatient = LockedFile(
-        ops, str(path), os.O_RDWR, timeout_s=0.0, clock=time.clock, pause=time.pause
-    )
+    impatient = LockedFile(ops, str(path), os.O_RDWR, timeout_s=0.0)
     with file.locked(), pytest.raises(TimeoutError), impatient.locked():
         pytest.fail("two have the lock")
     assert not time.pauses

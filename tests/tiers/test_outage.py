@@ -155,8 +155,8 @@ def test_no_error_of_a_client_library_keeps_the_memory_mapped(memory, operation)
 
 
 async def probe(actor):
-    actor.start_probe(1, K[:1])
-    await asyncio.wait(actor._probes.tasks)
+    actor.probes.start(1, K[:1])
+    await asyncio.wait(actor.probes.tasks)
 
 
 async def recheck(actor):

@@ -153,7 +153,7 @@ def test_a_probe_with_chains_asks_for_their_longest_heads(worlds):
     world.tier.longest_prefixes = longest_prefixes
     chains = ((key_of(1), key_of(2), key_of(3)), (key_of(4),))
     keys = [key for chain in chains for key in chain]
-    world.runner.call_soon(world.actor.start_probe, 1, keys, chains)
+    world.runner.call_soon(world.actor.probes.start, 1, keys, chains)
     world.runner.run_ready()
     assert asked == [chains]
     assert [event.present for event in world.events] == [{key_of(1), key_of(2)}]
@@ -166,7 +166,7 @@ def test_an_answer_for_other_chains_than_were_asked_for_is_a_fault(worlds):
         return [1]
 
     world.tier.longest_prefixes = longest_prefixes
-    world.runner.call_soon(world.actor.start_probe, 1, [], ((key_of(1),), (key_of(2),)))
+    world.runner.call_soon(world.actor.probes.start, 1, [], ((key_of(1),), (key_of(2),)))
     world.runner.run_ready()
     assert errors(world) == [TierUnavailableError]
 

@@ -1,6 +1,7 @@
 """Transfers that complete later: who waits for them, and what becomes of an error."""
 
 import asyncio
+from contextlib import closing
 
 import pytest
 from transport.worlds import DEADLINE_S, STORE, Wanted, gate, simple
@@ -41,7 +42,7 @@ def test_who_waits_on_a_loop_that_is_gone_harms_nobody():
     gone = asyncio.new_event_loop()
     gone.run_until_complete(begin())
     (waiting,) = asyncio.all_tasks(gone)
-    with LoopThread() as loop:
+    with closing(LoopThread()) as loop:
         other = asyncio.run_coroutine_threadsafe(transfer.outcome(), loop._loop)
         loop.run(asyncio.sleep(0), DEADLINE_S)
         gone.close()

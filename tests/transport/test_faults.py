@@ -20,7 +20,7 @@ def test_a_failure_is_an_outcome_and_the_next_transfer_works(device, transport, 
     def fail(_copies):
         raise OSError("injected")
 
-    transport.faults[direction].before_copy = fail
+    transport.before_copy[direction] = fail
     outcome = outcome_of(
         transport.submit(simple(direction, (1,), (1,)), transport.record_compute())
     )
@@ -28,7 +28,7 @@ def test_a_failure_is_an_outcome_and_the_next_transfer_works(device, transport, 
     assert isinstance(outcome.error.__cause__, OSError)
     assert outcome.num_bytes == 0
     assert device.agrees()
-    transport.faults[direction].before_copy = None
+    transport.before_copy[direction] = None
     wanted = Wanted((1,), 0, (1,))
     device.apply(direction, [wanted])
     again = transport.submit(copies_of(direction, [wanted]), transport.record_compute())
@@ -44,7 +44,7 @@ def test_the_error_of_a_failed_transfer_keeps_no_frames(transport, raised):
         except KeyError:
             raise raised from None
 
-    transport.faults[STORE].before_copy = fail
+    transport.before_copy[STORE] = fail
     outcome = outcome_of(transport.submit(simple(STORE, (1,), (1,)), transport.record_compute()))
     errors = [outcome.error, raised, raised.__context__]
     assert [error.__traceback__ for error in errors] == [None] * 3

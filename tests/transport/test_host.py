@@ -28,7 +28,7 @@ def transport(device):
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_native_threads_copy_what_is_worth_waking_them(transport, host_moves, blocks, monkeypatch):
     copied = []
-    copier = transport._directions[STORE].copier
+    copier = transport._copiers[STORE]
     if host_moves == "native":
         copy = copier._copies.copy
         monkeypatch.setattr(copier._copies, "copy", lambda b: copied.append(1) or copy(b))
@@ -66,7 +66,7 @@ def test_overwriting_a_block_during_its_store_is_detected(device, transport):
     stores = gate(transport, STORE)
     transfer = transport.submit(simple(STORE, (2,), (2,)), computing)
     device.caches["g0l0"][2] = 1  # computing it, before the event: as it should be
-    computing.reach()
+    computing.set()
     assert stores.arrived.wait(DEADLINE_S)
     assert not transport.violations
     device.caches["g0l0"][2] = 2

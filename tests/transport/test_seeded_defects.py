@@ -26,7 +26,7 @@ from transport.launches import (
 from transport.worlds import LOAD, STORE
 
 from kvoffload_async.facade.connector import worker
-from kvoffload_async.transport import cuda, staging
+from kvoffload_async.transport import cuda
 
 pytestmark = [pytest.mark.slow, pytest.mark.stateful]
 
@@ -129,6 +129,11 @@ IN_ERRORS = [
     ),
 ]
 IN_USES = [
+    (
+        "rows of staging memory are rounded up",
+        "size_bytes // self._row_bytes",
+        "-(-size_bytes // self._row_bytes)",
+    ),
     (
         "after a loss the launching thread stops",
         "transfer.fail(self._lost_error())\n                continue",
@@ -310,12 +315,9 @@ def defects(module, listed):
     return [pytest.param(Defect(name, module, *texts), id=name) for name, *texts in listed]
 
 
-@pytest.mark.parametrize("defect", defects(cuda, IN_CUDA) + defects(staging, IN_STAGING))
-def test_a_schedule_shows_a_defect_of_the_transport(defect, monkeypatch):
-    changed = defect.load()
-    if defect.module is staging:
-        monkeypatch.setattr(cuda, "StagedCopies", changed.StagedCopies)
-    create = getattr(changed, "CudaTransport", cuda.CudaTransport)
+@pytest.mark.parametrize("defect", defects(cuda, IN_CUDA + IN_STAGING))
+def test_a_schedule_shows_a_defect_of_the_transport(defect):
+    create = defect.load().CudaTransport
     assert search(programs.programs(), lambda p: programs.run(p, create, DEADLINE_S))
 
 
@@ -327,17 +329,6 @@ def test_an_error_shows_a_defect_of_the_transport(defect):
 @pytest.mark.parametrize("defect", defects(cuda, IN_USES))
 def test_a_use_shows_a_defect_of_the_transport(defect):
     assert in_uses(defect.load().CudaTransport)
-
-
-def test_a_use_shows_that_staging_memory_is_rounded_up(monkeypatch):
-    rounded = Defect(
-        "rows of staging memory are rounded up",
-        staging,
-        "size_bytes // self._row_bytes",
-        "-(-size_bytes // self._row_bytes)",
-    )
-    monkeypatch.setattr(cuda, "StagedCopies", rounded.load().StagedCopies)
-    assert in_uses(cuda.CudaTransport)
 
 
 @pytest.mark.parametrize("defect", defects(worker, IN_WORKER))

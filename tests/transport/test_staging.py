@@ -20,10 +20,9 @@ from transport.worlds import (
 from kvoffload_async.abc.transport import GroupCopies
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.transport.choice import create_transport
-from kvoffload_async.transport.cuda import CudaTransport
+from kvoffload_async.transport.cuda import CudaTransport, StagedCopies
 from kvoffload_async.transport.host import HostTransport
 from kvoffload_async.transport.layout import KVLayout, PageTable, register_kv_caches
-from kvoffload_async.transport.staging import StagedCopies
 
 
 def staged(device):

@@ -22,7 +22,7 @@ from simulated_cuda.device import Progress, Schedule, SimulatedCuda
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.abc.transport import BlockCopies
 from kvoffload_async.transport.cuda import CudaTransport
-from kvoffload_async.transport.host import HostEvent, HostTransport, TransferFaults
+from kvoffload_async.transport.host import HostEvent, HostTransport
 from kvoffload_async.transport.layout import register_kv_caches
 from kvoffload_async.types import CPULoadStoreSpec, GPULoadStoreSpec, as_block_ids
 
@@ -104,12 +104,12 @@ class SimulatedTransport(CudaTransport):
     """The device's transport with the faults of the host's."""
 
     def __init__(self, *args, **options):
-        self.faults = {STORE: TransferFaults(), LOAD: TransferFaults()}
+        self.before_copy = {}
         self.violations = []
         super().__init__(*args, **options)
 
     def _launch(self, transfer, staged):
-        hook = self.faults[transfer.copies.direction].before_copy
+        hook = self.before_copy.get(transfer.copies.direction)
         if hook is not None:
             hook(transfer.copies)
         super()._launch(transfer, staged)
@@ -207,7 +207,7 @@ class Device:
     def computing(self):
         if self.runtime is None:
             event = HostEvent(reached=False)
-            return Computing(event, event.reach)
+            return Computing(event, event.set)
         stream = self.runtime.create_stream(self.layout.device)
         hold = self.runtime.hold(stream)
         event = self.runtime.create_event()
@@ -295,5 +295,5 @@ class Gate:
 
 def gate(transport, direction):
     hook = Gate()
-    transport.faults[direction].before_copy = hook
+    transport.before_copy[direction] = hook
     return hook

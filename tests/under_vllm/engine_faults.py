@@ -46,7 +46,7 @@ class FailingLoadSpec(KVOffloadSpec):
                 failed.append(True)
                 raise OSError("drawn")
 
-        worker._copies.transport.faults[self.direction].before_copy = fail_once
+        worker._copies.transport.before_copy[self.direction] = fail_once
         return worker
 
 

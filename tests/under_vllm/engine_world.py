@@ -193,12 +193,12 @@ def canonical(tensors, groups):
     )
 
 
-def faults(pair, direction):
-    return [worker._copies.transport.faults[direction] for worker in pair.workers]
+def hooks(pair):
+    return [worker._copies.transport.before_copy for worker in pair.workers]
 
 
 def failing(pair, direction, rank=0):
     def fail(_copies):
         raise OSError("drawn")
 
-    faults(pair, direction)[rank].before_copy = fail
+    hooks(pair)[rank][direction] = fail

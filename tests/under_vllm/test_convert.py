@@ -6,7 +6,7 @@ from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm_world import key_of, keys_of
 
-from kvoffload_async.errors import ConfigError, StateError, TierUnavailableError
+from kvoffload_async.errors import StateError, TierUnavailableError
 from kvoffload_async.integrations.vllm import convert
 from kvoffload_async.types import (
     JobResult,
@@ -100,12 +100,6 @@ def test_an_event_has_the_tiers_configured_locality(removed, medium):
     assert event.medium is base.Medium[medium.name]
     assert event.locality is base.Locality.REMOTE
     assert convert.event(ours, None).locality is None
-
-
-@pytest.mark.parametrize("value", ["near", "", "local", 3])
-def test_a_locality_that_there_is_not_is_refused(value):
-    with pytest.raises(ConfigError, match="allowed: LOCAL, REMOTE"):
-        convert.locality_of(value)
 
 
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.float32])

@@ -41,7 +41,7 @@ def identity_of(*, options=None, layout="aa", content="c", kv_layout=None, **con
             kv_cache_layout=kv_layout,
         )
     )
-    chosen = IdentityOptions.take_from(dict(options or {}))
+    chosen = IdentityOptions.take_from(dict(options or {}), "fs")
     return identify(spec, chosen, layout, Content(Fingerprint(content)))
 
 
@@ -108,7 +108,7 @@ def test_the_model_is_not_looked_at_where_a_fingerprint_is_given():
 
     spec = KVOffloadSpec(replace(make_config([], "e"), extra_config={"cpu_bytes_to_use": "64KiB"}))
     for options in ({"fingerprint": "v7"}, {"trust_vllm_directory": True}):
-        identify(spec, IdentityOptions.take_from(dict(options)), "", Untouchable(None))
+        identify(spec, IdentityOptions.take_from(dict(options), "fs"), "", Untouchable(None))
 
 
 def test_a_tier_is_refused_where_weights_change_while_the_server_runs():

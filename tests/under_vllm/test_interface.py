@@ -16,7 +16,7 @@ from vllm_world import MODULE
 from kvoffload_async import integrations
 from kvoffload_async.integrations.vllm import FsTier, SlabTier
 from kvoffload_async.integrations.vllm.tiers import VllmTier
-from kvoffload_async.integrations.vllm.version import CONTRACT, check_version
+from kvoffload_async.integrations.vllm.version import CONTRACT
 
 TIERS = [FsTier, SlabTier]
 METHODS = sorted(
@@ -90,7 +90,7 @@ def test_every_member_of_vllms_enums_has_one_of_ours():
 
 
 def test_the_installed_version_is_supported():
-    check_version(vllm.__version__, "this test")
+    CONTRACT.check(vllm.__version__, "this test")
 
 
 def test_vllm_is_named_in_the_integration_alone():

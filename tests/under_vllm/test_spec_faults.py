@@ -4,7 +4,7 @@ import threading
 from dataclasses import replace
 
 import pytest
-from engine_world import EXAMPLE, canonical, failing, faults
+from engine_world import EXAMPLE, canonical, failing, hooks
 from vllm.v1.kv_offload import base
 from vllm_world import DEADLINE_S, keys_of
 
@@ -23,7 +23,7 @@ def test_a_store_that_fails_in_one_rank_is_forgotten(pair, rank):
     assert here.final(keys_of(0, 1)) == ["MISS", "MISS"]
     names = here.manager.get_stats().reduce()
     assert names["vllm:kvoffload_async_failed_stores"] == 2
-    faults(here, Direction.STORE)[rank].before_copy = None
+    hooks(here)[rank][Direction.STORE] = None
     before = here.copies()
     here.store(keys_of(0, 1), [[3, 5]])
     here.load(keys_of(0, 1), [[6, 7]])
@@ -35,7 +35,7 @@ def test_a_failed_store_does_not_mark_its_slots_for_good(pair):
     here.fill(1)
     failing(here, Direction.STORE)
     here.store(keys_of(0), [[3]])
-    faults(here, Direction.STORE)[0].before_copy = None
+    hooks(here)[0][Direction.STORE] = None
     for number in (1, 2):
         here.store(keys_of(number), [[4]])
         assert here.final(keys_of(number)) == ["HIT"]
@@ -61,7 +61,7 @@ def test_a_step_reports_its_own_load_although_threads_copy_it(pair, monkeypatch)
     slots = here.manager.prepare_load(keys_of(0), request)
     (worker,) = here.workers
     is_awaited = threading.Event()
-    faults(here, Direction.LOAD)[0].before_copy = lambda _copies: is_awaited.wait(DEADLINE_S)
+    hooks(here)[0][Direction.LOAD] = lambda _copies: is_awaited.wait(DEADLINE_S)
     wait = worker._copies.wait
 
     def waiting(job_ids, timeout):
@@ -109,7 +109,7 @@ def here_request(here):
 def test_waiting_for_a_copy_that_hangs_ends_with_an_error(pair):
     here = pair(extra={"drain_timeout_s": 0.05})
     gate = threading.Event()
-    faults(here, Direction.STORE)[0].before_copy = lambda _copies: gate.wait(20)
+    hooks(here)[0][Direction.STORE] = lambda _copies: gate.wait(20)
     output = here.manager.prepare_store(keys_of(0), here.request())
     worker = here.workers[0]
     worker.submit_store(1, here.device([[3]]), output.store_spec)

@@ -168,7 +168,7 @@ def test_what_tiers_hold_and_whether_they_are_left_alone_is_told(pair):
     assert data[f"{ours}used_bytes"] == {("1:example",): 2 * 4096}
     assert f"{ours}capacity_bytes" not in data, "the tier has none"
     assert data[f"{ours}suspended_directions"] == {("1:example",): 0}
-    here.manager.manager.planner.tiers[0].observed.corrupt_blocks = 3
+    here.manager.manager.planner.tiers[0].counters.corrupt_blocks = 3
     for _ in range(3):
         here.manager.manager.planner.tiers[0].health.lookup_failed(OSError("down"))
     data = here.manager.get_stats().data["data"]

@@ -62,7 +62,7 @@ def test_jobs_run_without_a_drain_when_the_step_ends(tier):
     tier.on_schedule_end(ScheduleEndContext((), ()))
     found = []
     while not found:
-        assert tier._host.bridge.wait_for_progress(20)
+        assert tier._bridge.wait_for_progress(20)
         found += tier.get_finished_jobs()
     assert [result.success for result in found] == [True]
 

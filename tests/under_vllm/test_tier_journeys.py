@@ -213,7 +213,7 @@ def test_a_tier_that_cannot_open_leaves_nothing_of_the_primary_behind(serving, t
         return set(Path("/dev/shm").glob(f"vllm_offload_kvoffload-test-{os.getpid()}-*"))
 
     before = regions()
-    with pytest.raises(OSError, match="root_dir"):
+    with pytest.raises(ConfigError, match="root_dir"):
         serving(tier, tier | {"root_dir": "/dev/null/nowhere"})
     assert regions() == before
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 
 from kvoffload_async.errors import StateError
-from kvoffload_async.facade.connector.contents import DeviceContents
 from kvoffload_async.facade.connector.protocol import (
     NULL_BLOCK,
     ConnectorGeometry,
     SchedulerRequest,
 )
-from kvoffload_async.facade.connector.requests import ConnectorRequest
+from kvoffload_async.facade.connector.requests import ConnectorRequest, DeviceContents
 from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.types import (
     GPULoadStoreSpec,
@@ -26,7 +25,7 @@ from kvoffload_async.types import (
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """The loadable prefix.
+    """The longest prefix of a request that can be loaded.
 
     Attributes:
         tokens: Its length from the start of the prompt. If it exceeds the computed tokens, it is
@@ -42,7 +41,7 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """The loadable chunks of one group.
+    """A run of consecutive chunks that one group can load.
 
     Attributes:
         tokens: End token.
@@ -58,7 +57,10 @@ class _Run:
 
 
 class _Lookups:
-    """The lookups of one search: no key twice, except a prefix that is cut while it is deferred."""
+    """Caches the lookup results of one prefix search.
+
+    A deferred prefix is looked up again if it becomes shorter.
+    """
 
     def __init__(self, manager: OffloadingManager, ctx: ReqContext) -> None:
         self._manager, self._ctx = manager, ctx
@@ -66,7 +68,10 @@ class _Lookups:
         self._answers: dict[OffloadKey, LookupResult] = {}
 
     def prefix(self, group: int, keys: Sequence[OffloadKey]) -> tuple[int, bool]:
-        """Look up a group's prefix; later calls get the same keys, or only the first of them."""
+        """Return the length of a group's loadable prefix, and whether its lookup is deferred.
+
+        Later calls pass the same keys, or only the first of them.
+        """
         known = self._prefixes.get(group)
         if known is None or (known[1] and len(keys) < known[0]):
             known = self._prefixes[group] = self._manager.lookup_prefix(keys, self._ctx)
@@ -143,7 +148,7 @@ def _longest_run(
 def _scan_leftwards(
     keys: Sequence[OffloadKey], first: int, last: int, needed: int, lookups: _Lookups
 ) -> tuple[int, int, bool, bool]:
-    """Sliding window: find the rightmost run of as many chunks as the window covers.
+    """Find the rightmost run of loadable chunks that covers a sliding window.
 
     A run that directly follows the computed tokens may be shorter. Chunks are looked up from the
     right; the scan continues past misses and ends when the window is covered.
@@ -202,10 +207,7 @@ def plan_load(state: ConnectorRequest, geometry: ConnectorGeometry, total_tokens
         StateError: The block table of a group is too short.
     """
     per_chunk = geometry.blocks_per_chunk
-    keys: list[OffloadKey] = []
-    blocks: list[int] = []
-    sizes: list[int] = []
-    indices: list[int] = []
+    parts: list[_Part] = []
     for index, group in enumerate(state.groups):
         tokens = geometry.groups[index].tokens_per_block
         last = total_tokens // tokens
@@ -220,12 +222,9 @@ def plan_load(state: ConnectorRequest, geometry: ConnectorGeometry, total_tokens
             first = max(first, last - window * per_chunk)
         while first < last and group.block_ids[first] == NULL_BLOCK:
             first += 1
-        if first < last:
-            keys += group.keys[first // per_chunk : last // per_chunk]
-        blocks += group.block_ids[first:last]
-        sizes.append(last - first)
-        indices.append(first)
-    return CopyPlan(tuple(keys), _device_spec(blocks, sizes, indices))
+        keys = group.keys[first // per_chunk : last // per_chunk]
+        parts.append((keys, group.block_ids[first:last], first))
+    return _joined(parts)
 
 
 def offer_store(
@@ -282,7 +281,7 @@ def ends_before(
     ends: Sequence[int],
     left_out: Collection[OffloadKey],
 ) -> tuple[int, ...]:
-    """Return where each group's next offer begins: at the token of the first key left out."""
+    """Return the first chunk of each group's next offer: at the first key left out, if any."""
     if not left_out:
         return tuple(ends)
     tokens = min(state.ctx.key_positions[key] for key in left_out) - 1
@@ -297,25 +296,20 @@ def plan_store(
     ends: Sequence[int],
     accepted: Collection[OffloadKey],
 ) -> CopyPlan:
-    """Return the copy of the accepted chunks among those offered."""
+    """Return the copy that stores the accepted chunks."""
     per_chunk = geometry.blocks_per_chunk
     accepted = frozenset(accepted)
-    keys: list[OffloadKey] = []
-    blocks: list[int] = []
-    sizes: list[int] = []
-    indices: list[int] = []
+    parts: list[_Part] = []
     for group, end in zip(state.groups, ends, strict=True):
         chunks = [c for c in range(group.next_chunk, end) if group.keys[c] in accepted]
-        for chunk in chunks:
-            keys.append(group.keys[chunk])
-            blocks += _blocks_of(group.block_ids, chunk, per_chunk)
-        sizes.append(len(chunks) * per_chunk)
-        indices.append(chunks[0] * per_chunk if chunks else 0)
-    return CopyPlan(tuple(keys), _device_spec(blocks, sizes, indices))
+        blocks = [block for c in chunks for block in _blocks_of(group.block_ids, c, per_chunk)]
+        first = chunks[0] * per_chunk if chunks else 0
+        parts.append(([group.keys[c] for c in chunks], blocks, first))
+    return _joined(parts)
 
 
 def final_tokens(request: SchedulerRequest) -> int:
-    """Return the tokens of a finished request that have KV; the last sampled token has none."""
+    """Return the number of a finished request's tokens with KV; the last sampled token has none."""
     return min(request.num_computed_tokens, max(request.num_prompt_tokens, request.num_tokens - 1))
 
 
@@ -332,7 +326,13 @@ def _blocks_of(block_ids: Sequence[int], chunk: int, per_chunk: int) -> Sequence
     return block_ids[chunk * per_chunk : (chunk + 1) * per_chunk]
 
 
-def _device_spec(
-    blocks: Sequence[int], sizes: Sequence[int], indices: Sequence[int]
-) -> GPULoadStoreSpec:
-    return GPULoadStoreSpec(as_block_ids(blocks), tuple(sizes), tuple(indices))
+_Part = tuple[Sequence[OffloadKey], Sequence[int], int]
+"""A group's part of a copy: its keys, its device blocks, and the index of the first block."""
+
+
+def _joined(parts: Sequence[_Part]) -> CopyPlan:
+    keys = tuple(chain.from_iterable(keys for keys, _, _ in parts))
+    blocks = list(chain.from_iterable(blocks for _, blocks, _ in parts))
+    sizes = tuple(len(blocks) for _, blocks, _ in parts)
+    indices = tuple(first for _, _, first in parts)
+    return CopyPlan(keys, GPULoadStoreSpec(as_block_ids(blocks), sizes, indices))

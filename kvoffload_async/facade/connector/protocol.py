@@ -89,7 +89,7 @@ class KVGroup:
     sliding_window_tokens: int | None = None
 
     def first_block_read(self, tokens: int) -> int:
-        """Return the first block that the token after the first `tokens` attends to."""
+        """Return the index of the first block that the token at position `tokens` attends to."""
         window = self.sliding_window_tokens
         return 0 if window is None else max(0, tokens + 1 - window) // self.tokens_per_block
 
@@ -162,7 +162,7 @@ class TransferJobSpec:
 
 @dataclass(frozen=True, slots=True)
 class OffloadingConnectorMetadata:
-    """Work for the workers in one step.
+    """The transfer jobs of one step, for the workers.
 
     Attributes:
         load_jobs: Host-to-device copies to start in this step.
@@ -179,7 +179,7 @@ class OffloadingConnectorMetadata:
 
 @dataclass(frozen=True, slots=True)
 class ConnectorOutput:
-    """The sum of all workers' reports in one step.
+    """The jobs that ended in one step, summed over all workers.
 
     Attributes:
         completed: Job id -> number of workers on which the job has ended since the last report,

@@ -1,8 +1,8 @@
-"""State of one request in the connector, and state of the current step."""
+"""State of the connector: of its requests, of the device blocks, and of the current step."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvoffload_async.core.room import RoomWatch
@@ -24,7 +24,7 @@ from kvoffload_async.types import (
 
 @dataclass(slots=True)
 class Step:
-    """State collected during the current step.
+    """The connector's state that lasts for the current step only.
 
     Attributes:
         load_jobs: Loads prepared in this step.
@@ -46,8 +46,9 @@ class Step:
         self.allocated.discard(NULL_BLOCK)
 
 
+@dataclass(slots=True)
 class GroupState:
-    """One KV-cache group of a request.
+    """A request's state in one KV-cache group.
 
     Attributes:
         keys: The keys of the full chunks, from the start of the prompt.
@@ -55,14 +56,12 @@ class GroupState:
         next_chunk: The first chunk not yet offered to the manager.
     """
 
-    __slots__ = ("block_ids", "keys", "next_chunk")
-
-    def __init__(self) -> None:
-        self.keys: list[OffloadKey] = []
-        self.block_ids: list[int] = []
-        self.next_chunk = 0
+    keys: list[OffloadKey] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)
+    next_chunk: int = 0
 
 
+@dataclass(slots=True, eq=False)
 class ConnectorRequest:
     """One request, from its first lookup to the end of its last transfer.
 
@@ -84,47 +83,21 @@ class ConnectorRequest:
         generation: The generation in which it began; used for the keys of all its blocks.
     """
 
-    __slots__ = (
-        "ctx",
-        "finish_signalled",
-        "generation",
-        "groups",
-        "has_ended",
-        "loaded_tokens",
-        "local_tokens",
-        "may_load",
-        "offered_tokens",
-        "policy",
-        "reads_content",
-        "request",
-        "room_watch",
-        "transfer_jobs",
-        "waits_below",
-    )
-
-    def __init__(
-        self,
-        request: SchedulerRequest,
-        ctx: ReqContext,
-        policy: OffloadPolicy,
-        groups: int,
-        generation: Generation,
-    ) -> None:
-        self.request = request
-        self.generation = generation
-        self.ctx = ctx
-        self.policy = policy
-        self.groups = [GroupState() for _ in range(groups)]
-        self.local_tokens = 0
-        self.offered_tokens = 0
-        self.loaded_tokens = 0
-        self.reads_content: bool | None = None
-        self.waits_below: JobId | None = None
-        self.transfer_jobs: set[JobId] = set()
-        self.room_watch = RoomWatch()
-        self.may_load = True
-        self.has_ended = False
-        self.finish_signalled = False
+    request: SchedulerRequest
+    ctx: ReqContext
+    policy: OffloadPolicy
+    groups: Sequence[GroupState]
+    generation: Generation
+    local_tokens: int = 0
+    offered_tokens: int = 0
+    loaded_tokens: int = 0
+    reads_content: bool | None = None
+    waits_below: JobId | None = None
+    transfer_jobs: set[JobId] = field(default_factory=set)
+    room_watch: RoomWatch = field(default_factory=RoomWatch)
+    may_load: bool = True
+    has_ended: bool = False
+    finish_signalled: bool = False
 
     def restart(self, local_tokens: int) -> None:
         """Clear the block tables: the request starts or was preempted.
@@ -163,7 +136,7 @@ class ConnectorRequest:
             group.block_ids.extend(table)
 
     def drop_stale_blocks(self, allocated: Collection[int], geometry: ConnectorGeometry) -> None:
-        """Remove device blocks from the tables that a sliding window freed and others now use.
+        """Remove blocks that a sliding window freed, and that were reallocated, from the tables.
 
         `NULL_BLOCK` takes their place. Blocks before `next_chunk` are skipped, because they are not
         stored again and tables can be long.
@@ -191,7 +164,7 @@ class ConnectorRequest:
             group.next_chunk = 0
 
     def load_failed(self, geometry: ConnectorGeometry) -> set[int]:
-        """Return the device blocks of the tokens that the load was for; it is not repeated."""
+        """Return the device blocks that the failed load was to fill; prevent further loads."""
         self.may_load = False
         end = self.local_tokens + self.loaded_tokens
         invalid = {
@@ -202,3 +175,48 @@ class ConnectorRequest:
             ]
         }
         return invalid - {NULL_BLOCK}
+
+
+class DeviceContents:
+    """Tracks which device blocks have known content and may therefore be stored.
+
+    A block loses its content when the scheduler allocates it, and has it again when a load has
+    filled it or its request computes its tokens. Until then it stays unfilled, whichever request
+    finds it in the device's prefix cache. Blocks found there are otherwise trusted.
+
+    Attributes:
+        unfilled: The blocks without known content; at most one entry per device block.
+    """
+
+    def __init__(self) -> None:
+        self.unfilled: set[int] = set()
+
+    def have_content(self, blocks: Collection[int]) -> bool:
+        """Return whether all blocks have known content; a null block has none."""
+        return NULL_BLOCK not in blocks and self.unfilled.isdisjoint(blocks)
+
+    def note_computed(
+        self, state: ConnectorRequest, geometry: ConnectorGeometry, tokens: int
+    ) -> None:
+        """Record the next tokens of a request as computed in this step.
+
+        What is computed from unfilled blocks is wrong, so a request that begins with such blocks
+        within its windows fills no others.
+        """
+        start = state.request.num_computed_tokens
+        shapes = list(zip(state.groups, geometry.groups, strict=True))
+        if state.reads_content is None:
+            known = min(start, state.local_tokens + state.loaded_tokens)
+            state.reads_content = all(
+                self.unfilled.isdisjoint(
+                    group.block_ids[shape.first_block_read(start) : known // shape.tokens_per_block]
+                )
+                for group, shape in shapes
+            )
+        if not state.reads_content:
+            return
+        for group, shape in shapes:
+            size = shape.tokens_per_block
+            # The first tokens of a partly found block come from the device's prefix cache.
+            first = start // size if start == state.local_tokens else -(-start // size)
+            self.unfilled.difference_update(group.block_ids[first : -(-(start + tokens) // size)])

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from kvoffload_async.errors import StateError
-from kvoffload_async.facade.connector.contents import DeviceContents
 from kvoffload_async.facade.connector.plans import (
     ends_before,
     final_tokens,
@@ -30,10 +29,16 @@ from kvoffload_async.facade.connector.protocol import (
     StepOutput,
     TransferJobSpec,
 )
-from kvoffload_async.facade.connector.requests import ConnectorRequest, Step
+from kvoffload_async.facade.connector.requests import (
+    ConnectorRequest,
+    DeviceContents,
+    GroupState,
+    Step,
+)
 from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.types import (
     CPULoadStoreSpec,
+    GPULoadStoreSpec,
     JobId,
     OffloadKey,
     OffloadPolicy,
@@ -44,7 +49,7 @@ from kvoffload_async.types import (
 
 @dataclass(slots=True)
 class ConnectorJob:
-    """One copy.
+    """One copy between the device and the primary, on all workers.
 
     Attributes:
         job_id: See `JobId`.
@@ -69,7 +74,7 @@ class ConnectorJob:
 
 
 class JobTable:
-    """The jobs in flight, also by device block. Call only from the owner's thread."""
+    """The jobs in flight, by id and by device block. Call only from the owner's thread."""
 
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
@@ -77,16 +82,12 @@ class JobTable:
         self._stale: dict[JobId, ConnectorJob] = {}
         self._by_block: dict[int, set[JobId]] = {}
         self._loading: dict[OffloadKey, JobId] = {}
-        self._next_id: JobId = 0
-
-    @property
-    def next_id(self) -> JobId:
+        self.next_id: JobId = 0
         """The id of the next job; all lower ids have been used."""
-        return self._next_id
 
     @property
     def has_stale(self) -> bool:
-        """Whether a copy from before a reset has not ended."""
+        """Whether a copy that began before a reset is still running."""
         return bool(self._stale)
 
     def __len__(self) -> int:
@@ -100,14 +101,14 @@ class JobTable:
         self,
         request: ConnectorRequest,
         keys: Sequence[OffloadKey],
-        device_blocks: Iterable[int],
+        device: GPULoadStoreSpec,
         *,
         is_store: bool,
     ) -> JobId:
         """Register a job and its device blocks; return its id."""
-        job_id = self._next_id
-        self._next_id += 1
-        blocks = frozenset(device_blocks) - {NULL_BLOCK}
+        job_id = self.next_id
+        self.next_id += 1
+        blocks = frozenset(device.block_ids.tolist()) - {NULL_BLOCK}
         self._jobs[job_id] = ConnectorJob(
             job_id, request, keys, is_store, blocks, self._num_workers
         )
@@ -132,7 +133,7 @@ class JobTable:
         return any(not self._jobs[job_id].is_store for job_id in request.transfer_jobs)
 
     def worker_ended(self, job_id: JobId, count: int, *, failed: bool) -> ConnectorJob | None:
-        """Count `count` workers that have ended a job; return the job when all have.
+        """Record that `count` workers have ended a job; return the job once all workers have.
 
         Unknown ids are ignored.
         """
@@ -150,7 +151,7 @@ class JobTable:
         return job
 
     def mark_all_stale(self) -> None:
-        """Mark every job stale."""
+        """Mark every job as stale, for a reset."""
         for job in list(self._jobs.values()):
             self._drop(job)
             job.is_stale = True
@@ -232,7 +233,7 @@ class OffloadingConnectorScheduler:
     def get_num_new_matched_tokens(
         self, request: SchedulerRequest, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return the number of loadable tokens after the computed ones, and whether to wait.
+        """Return how many further tokens can be loaded, and whether they are loaded asynchronously.
 
         Args:
             request: A request to start or restart; it has no device blocks of its own.
@@ -309,14 +310,14 @@ class OffloadingConnectorScheduler:
     # -- the end of a step ----------------------------------------------------------------------
 
     def build_connector_meta(self, output: StepOutput) -> OffloadingConnectorMetadata:
-        """End the step; return the work for the workers."""
+        """End the step; return the transfer jobs for the workers."""
         step = self._step
         self._update_tables(output)
         for req_id in output.preempted_req_ids:
             self._preempt(req_id)
         final_stores = self._final_stores()
         # Only now: what has ended is stored before the step overwrites its blocks.
-        self._contents.note_allocated(step.allocated)
+        self._contents.unfilled |= step.allocated
         running_stores = self._running_stores(output)
         # Flush earlier jobs that use a block allocated in this step, but not this step's own
         # loads, nor stores of blocks that it computes.
@@ -354,7 +355,7 @@ class OffloadingConnectorScheduler:
             if not job.has_failed:
                 # Others may have the blocks that a preemption during the load took away.
                 held = {block for group in job.request.groups for block in group.block_ids}
-                self._contents.note_loaded(job.device_blocks & held)
+                self._contents.unfilled -= job.device_blocks & held
                 continue
             # The request may have ended; what it has besides is still stored.
             invalid = job.request.load_failed(self.geometry)
@@ -373,7 +374,7 @@ class OffloadingConnectorScheduler:
     # -- a request ends -------------------------------------------------------------------------
 
     def request_finished(self, request: SchedulerRequest) -> tuple[bool, None]:
-        """End a request, for any reason; return (False, None): free its blocks at once.
+        """End a request; always return (False, None): the scheduler may free its blocks at once.
 
         Running stores are flushed before their blocks are reused; its last full chunk is stored
         with this step. Keep only the blocks of a load in flight allocated until the load ends.
@@ -416,8 +417,8 @@ class OffloadingConnectorScheduler:
         if state is None:
             ctx = ReqContext(request.request_id, request.kv_transfer_params)
             policy = self.manager.on_new_request(ctx).policy
-            groups, generation = len(self.geometry.groups), self.manager.generation
-            state = ConnectorRequest(request, ctx, policy, groups, generation)
+            groups = [GroupState() for _ in self.geometry.groups]
+            state = ConnectorRequest(request, ctx, policy, groups, self.manager.generation)
             self._requests[request.request_id] = state
         return state
 
@@ -470,8 +471,7 @@ class OffloadingConnectorScheduler:
             raise StateError(
                 f"{type(self.manager).__name__} has no primary in host memory to load from"
             )
-        blocks = plan.device.block_ids.tolist()
-        job_id = self._jobs.add(state, plan.keys, blocks, is_store=False)
+        job_id = self._jobs.add(state, plan.keys, plan.device, is_store=False)
         self._step.load_jobs[job_id] = TransferJobSpec(plan.device, host, state.ctx.req_id)
         self.counters.loaded_tokens += total_tokens - state.local_tokens
         if state.policy is OffloadPolicy.BLOCK_LEVEL:
@@ -479,7 +479,7 @@ class OffloadingConnectorScheduler:
                 group.next_chunk = total_tokens // self.geometry.tokens_per_chunk(index)
 
     def _final_stores(self) -> dict[JobId, TransferJobSpec]:
-        """Offer the remaining chunks of ended requests, which have no later opportunity.
+        """Offer the manager the remaining chunks of ended requests, for the last time.
 
         Called before `_running_stores`, so that they get room first.
         """
@@ -506,7 +506,7 @@ class OffloadingConnectorScheduler:
     def _store(
         self, state: ConnectorRequest, tokens: int, jobs: dict[JobId, TransferJobSpec]
     ) -> Sequence[OffloadKey]:
-        """Offer the chunks not stored yet; return the keys that the primary had no room for.
+        """Offer a request's unstored chunks; return the keys that the primary had no room for.
 
         If the last offer was granted only in part, offer at most as many chunks as may fit now.
         """
@@ -530,8 +530,7 @@ class OffloadingConnectorScheduler:
             self.counters.stores_cut += bool(left_out)
             if granted.keys_to_store:
                 plan = plan_store(state, self.geometry, offer.ends, granted.keys_to_store)
-                blocks = plan.device.block_ids.tolist()
-                job_id = self._jobs.add(state, plan.keys, blocks, is_store=True)
+                job_id = self._jobs.add(state, plan.keys, plan.device, is_store=True)
                 jobs[job_id] = TransferJobSpec(plan.device, granted.store_spec, state.ctx.req_id)
                 self.counters.stored_blocks += len(plan.keys)
         if left_out:

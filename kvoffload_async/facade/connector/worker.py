@@ -8,7 +8,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Collection
-from dataclasses import dataclass
 from functools import partial
 
 from kvoffload_async.abc.tier import Direction
@@ -26,17 +25,13 @@ from kvoffload_async.types import JobId, TransferResult
 logger = logging.getLogger(__name__)
 
 _AWAIT_LOADS_S = 0.1
-"""Seconds for which the end of a step waits for the step's loads into host memory."""
+"""Maximum seconds that a step's end waits for its loads if the KV cache is in host memory."""
 _FOLLOW_S = 0.5
-"""Seconds that `wait` gives the loop to report transfers that have ended."""
+"""Seconds that `shutdown` gives the loop's thread to report transfers that have ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Report:
-    """A job's result, and the request id if it was a load."""
-
-    result: TransferResult
-    loaded_req_id: str | None
+_Report = tuple[TransferResult, str | None]
+"""A job's result, and the request id if the job is a load."""
 
 
 class OffloadingConnectorWorker:
@@ -70,7 +65,7 @@ class OffloadingConnectorWorker:
         self._overrun: set[JobId] = set()
         """Stores whose device blocks may have been overwritten before they were copied."""
         self._new_loads: set[JobId] = set()
-        """Loads into host memory since the last step's end."""
+        """Loads since the end of the last step, if the KV cache is in host memory."""
         self._reports: list[_Report] = []
         self._ended: deque[tuple[JobId, asyncio.Task[TransferOutcome]]] = deque()
         self._tasks: dict[asyncio.Task[TransferOutcome], None] = {}
@@ -79,7 +74,7 @@ class OffloadingConnectorWorker:
     # -- jobs -----------------------------------------------------------------------------------
 
     def submit_store(self, job_id: JobId, spec: TransferJobSpec) -> None:
-        """Copy device blocks to slots, ordered after the work submitted so far. Non-blocking.
+        """Copy device blocks to slots, ordered after compute submitted so far. Non-blocking.
 
         Raises:
             StateError: A job with this id is running.
@@ -87,7 +82,7 @@ class OffloadingConnectorWorker:
         self._submit(job_id, spec, Direction.STORE)
 
     def submit_load(self, job_id: JobId, spec: TransferJobSpec, *, expedited: bool = False) -> None:
-        """Copy slots to device blocks, ordered after the work submitted so far.
+        """Copy slots to device blocks, ordered after compute submitted so far.
 
         Args:
             job_id: The job.
@@ -105,13 +100,13 @@ class OffloadingConnectorWorker:
             self.wait({job_id}, self._flush_timeout_s)
 
     def get_finished(self) -> list[TransferResult]:
-        """At the end of a step, return the jobs that ended since the last call, once each."""
+        """At the end of a step, return the results of jobs that ended since the last call."""
         self._await_new_loads()
         return self.poll_finished()
 
     def poll_finished(self) -> list[TransferResult]:
-        """Return the jobs that ended since the last call, once each. Non-blocking."""
-        return [report.result for report in self._take_reports()]
+        """Return the results of jobs that ended since the last call, once each. Non-blocking."""
+        return [result for result, _ in self._take_reports()]
 
     def wait(self, job_ids: Collection[JobId], timeout: float) -> bool:
         """Wait until jobs have ended, at most `timeout` seconds; unknown ids are ignored.
@@ -161,21 +156,21 @@ class OffloadingConnectorWorker:
             self.submit_load(job_id, spec)
 
     def prepare_store_kv(self, meta: OffloadingConnectorMetadata) -> None:
-        """Defer this step's stores to the next step; flushed ones have already started."""
+        """Defer this step's stores to the next step; flushed stores have already started."""
         for job_id, spec in meta.store_jobs.items():
             if job_id not in meta.jobs_to_flush:
                 self._deferred[job_id] = spec
 
     def build_output(self) -> tuple[ConnectorOutput, set[str]]:
-        """Return the ended jobs since the last call, and the ids of requests with ended loads."""
+        """Return the jobs ended since the last call, and the ids of requests whose loads ended."""
         self._await_new_loads()
         reports = self._take_reports()
-        results = [report.result for report in reports]
+        results = [result for result, _ in reports]
         output = ConnectorOutput(
             {result.job_id: 1 for result in results},
             frozenset(result.job_id for result in results if not result.success),
         )
-        return output, {r.loaded_req_id for r in reports if r.loaded_req_id is not None}
+        return output, {req_id for _, req_id in reports if req_id is not None}
 
     def shutdown(self, timeout: float = 30.0) -> bool:
         """Stop loads and stores; idempotent. `get_finished` still returns results.
@@ -220,7 +215,7 @@ class OffloadingConnectorWorker:
         except BaseException as error:  # any error of any transport
             # As text: a log record with the error would keep its frames, and thus the slots, alive.
             logger.error(  # noqa: TRY400
-                "%s could not be submitted; the blocks are computed, or stored another time:\n%s",
+                "%s could not be submitted; its blocks will be recomputed, or stored later:\n%s",
                 _described(job_id, spec, direction),
                 "".join(traceback.format_exception(error)),
             )
@@ -239,13 +234,13 @@ class OffloadingConnectorWorker:
         task.add_done_callback(partial(self._note_end, job_id))
 
     def _note_end(self, job_id: JobId, task: asyncio.Task[TransferOutcome]) -> None:
-        """Queue the task for the worker's thread. Runs on the loop's thread."""
+        """Queue a transfer's ended task for the worker's thread. Runs on the loop's thread."""
         del self._tasks[task]
         self._ended.append((job_id, task))
         self._loop.notify()
 
     def _give_up(self) -> None:
-        """Cancel all tasks. Runs on the loop's thread."""
+        """Cancel all tasks that await transfers. Runs on the loop's thread."""
         for task in self._tasks:
             task.cancel()
 
@@ -266,7 +261,7 @@ class OffloadingConnectorWorker:
         if result.job_id in self._overrun:
             self._overrun.discard(result.job_id)
             result = TransferResult(result.job_id, success=False)
-        self._reports.append(_Report(result, self._running.pop(result.job_id)))
+        self._reports.append((result, self._running.pop(result.job_id)))
 
     def _take_reports(self) -> list[_Report]:
         self._collect()
@@ -287,7 +282,7 @@ def _result(job_id: JobId, task: asyncio.Task[TransferOutcome]) -> TransferResul
     if error is not None:
         drop_tracebacks(error)  # before it is logged, as logs may be kept
         logger.error(
-            "%s failed: %s; the blocks are computed, or stored another time",
+            "%s failed: %s; its blocks will be recomputed, or stored later",
             task.get_name(),
             text_of(error),
         )

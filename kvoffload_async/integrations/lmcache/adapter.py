@@ -22,7 +22,7 @@ from functools import partial
 from itertools import count
 from operator import methodcaller
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from lmcache.lmcache_native import Bitmap
 from lmcache.v1.distributed import api
@@ -43,7 +43,7 @@ from kvoffload_async.observe.prometheus import publish
 from kvoffload_async.runtime.lifetime import Closing, guard_forks
 from kvoffload_async.runtime.log_level import show_log
 from kvoffload_async.statistics import OffloadingStatistics
-from kvoffload_async.status.server import EngineStatus, path_from_environment
+from kvoffload_async.status.server import EngineStatus
 from kvoffload_async.types import OffloadingEvent, OffloadKey
 
 if TYPE_CHECKING:
@@ -53,12 +53,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 Groups = dict[StoreId, list[int]]
-"""Store -> positions of its keys in a call."""
+"""Store -> positions of the store's keys in a call."""
 
 
 class KVOffloadL2Adapter(L2AdapterInterface):
-    """Stores LMCache's objects in the tiers of its configuration.
+    """Stores LMCache's objects in the tiers that the adapter's options configure.
 
     Thread-safe. No call blocks but `close`.
     """
@@ -66,7 +68,7 @@ class KVOffloadL2Adapter(L2AdapterInterface):
     def __init__(
         self, params: Mapping[str, Any], l1_memory_desc: L1MemoryDesc | None = None
     ) -> None:
-        """Check the options; stores are opened when objects of theirs are first named.
+        """Check the options; each store is opened when a call first names one of its objects.
 
         Args:
             params: See `AdapterOptions`.
@@ -96,7 +98,7 @@ class KVOffloadL2Adapter(L2AdapterInterface):
         self._closing: Closing[None] = Closing()
         with ExitStack() as undo:
             self._status = EngineStatus(None)
-            self._status.listen(options.status_socket or path_from_environment())
+            self._status.listen(options.status_socket)
             undo.callback(self._status.close)
             self._usage = UsageReporter(self._keys, self)
             undo.callback(self._usage.close)
@@ -124,7 +126,7 @@ class KVOffloadL2Adapter(L2AdapterInterface):
     # -- stores -----------------------------------------------------------------------------------
 
     def submit_store_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
-        """Store objects; of a key that is named twice, the first one."""
+        """Store objects; if a key occurs twice, only its first object is stored."""
         task_id = next(self._task_ids)
         groups, encoded = self._groups(keys, [obj.get_size() for obj in objects])
         blocks = _host_blocks(encoded, objects)
@@ -132,22 +134,21 @@ class KVOffloadL2Adapter(L2AdapterInterface):
         def report(stored: list[bool]) -> None:
             num_bytes = sum(obj.get_size() for obj in objects)
             result = L2StoreResult(success=all(stored), bytes_transferred=num_bytes)
-            with self._lock:
-                self._done_stores[task_id] = result
-            self._notify(self._store_fd)
+            self._finish(task_id, result, self._done_stores, self._store_fd)
 
         answer = _Answer(encoded, report)
         for store_id, indices in groups.items():
             distinct = list({blocks[i].key: blocks[i] for i in reversed(indices)}.values())[::-1]
             store = self._stores.of(store_id, len(distinct))
-            answer.expect(self._when_open(store, methodcaller("store", distinct)), indices)
-        answer.all_asked()
+            self._ask(store, methodcaller("store", distinct), answer, indices)
+        answer.end_part()
         return task_id
 
     def pop_completed_store_tasks(self) -> dict[int, L2StoreResult]:
         """Return the results of the stores that ended since the last call."""
         with self._lock:
-            done, self._done_stores = self._done_stores, {}
+            done = self._done_stores.copy()
+            self._done_stores.clear()
         return done
 
     # -- lookups ----------------------------------------------------------------------------------
@@ -155,24 +156,20 @@ class KVOffloadL2Adapter(L2AdapterInterface):
     def submit_lookup_and_lock_task(
         self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
     ) -> int:
-        """Look up objects, and keep those found in tiers that can, until they are unlocked."""
+        """Look up objects; tiers that can pin blocks keep found objects until they are unlocked."""
         task_id = next(self._task_ids)
         sizes = {group: _bytes_of(desc) for group, desc in group_layout_descs.items()}
         groups, encoded = self._groups(keys, [sizes.get(key.object_group_id, 0) for key in keys])
 
         def report(found: list[bool]) -> None:
-            with self._lock:
-                self._done_lookups[task_id] = _bitmap(found)
-            self._notify(self._lookup_fd)
+            self._finish(task_id, _bitmap(found), self._done_lookups, self._lookup_fd)
 
         answer = _Answer(encoded, report)
         for store_id, indices in groups.items():
             distinct = list(dict.fromkeys(key for i in indices if (key := encoded[i])))
-            store = self._stores.of(store_id)
-            timeout_s = self._options.lookup_timeout_s
-            looked_up = self._when_open(store, partial(self._look_up, distinct), timeout_s)
-            answer.expect(looked_up, indices)
-        answer.all_asked()
+            look_up, timeout_s = partial(self._look_up, distinct), self._options.lookup_timeout_s
+            self._ask(self._stores.of(store_id), look_up, answer, indices, timeout_s)
+        answer.end_part()
         return task_id
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
@@ -188,26 +185,24 @@ class KVOffloadL2Adapter(L2AdapterInterface):
     # -- loads ------------------------------------------------------------------------------------
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
-        """Load objects; a key that is named twice is loaded into both objects."""
+        """Load objects; a key that occurs twice is loaded into both objects."""
         task_id = next(self._task_ids)
         groups, encoded = self._groups(keys, [obj.get_size() for obj in objects])
         blocks = _host_blocks(encoded, objects)
 
         def report(loaded: list[bool]) -> None:
-            with self._lock:
-                self._done_loads[task_id] = _bitmap(loaded)
             accessed = [key for key, is_loaded in zip(keys, loaded, strict=True) if is_loaded]
             if accessed:
                 self._usage.accessed(accessed)
-            self._notify(self._load_fd)
+            self._finish(task_id, _bitmap(loaded), self._done_loads, self._load_fd)
 
         answer = _Answer(encoded, report)
         for store_id, indices in groups.items():
             store = self._stores.of(store_id)
             for once in _rounds(encoded, indices):
-                wanted = [blocks[i] for i in once]
-                answer.expect(self._when_open(store, methodcaller("load", wanted)), once)
-        answer.all_asked()
+                load = methodcaller("load", [blocks[i] for i in once])
+                self._ask(store, load, answer, once)
+        answer.end_part()
         return task_id
 
     def query_load_result(self, task_id: int) -> Bitmap | None:
@@ -218,7 +213,7 @@ class KVOffloadL2Adapter(L2AdapterInterface):
     # -- contents ---------------------------------------------------------------------------------
 
     def delete(self, keys: list[ObjectKey]) -> None:
-        """Remove objects that are not in use; their removal is announced when it is done.
+        """Remove objects that are not in use; each removal is announced when it has been done.
 
         With several tiers, those that cannot remove objects keep them.
 
@@ -253,12 +248,11 @@ class KVOffloadL2Adapter(L2AdapterInterface):
         self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None
     ) -> KeyListPage:
         """Return a page of the objects in open stores; see `page_of` for arguments and errors."""
-        page = page_of(self._stores.every(), self._keys, model_name, page_size, cursor)
-        entries = [
-            api.KeyEntry(key.to_encoded_object_key(), size_bytes)
-            for key, size_bytes in page.objects
-        ]
-        return api.KeyListPage(tuple(entries), page.next_cursor)
+        objects, following = page_of(
+            self._stores.every(), self._keys, model_name, page_size, cursor
+        )
+        entries = [api.KeyEntry(key.to_encoded_object_key(), size) for key, size in objects]
+        return api.KeyListPage(tuple(entries), following)
 
     def report_status(self) -> dict[str, Any]:
         """Return whether the adapter works, and the state of each store and of its tiers.
@@ -282,7 +276,7 @@ class KVOffloadL2Adapter(L2AdapterInterface):
         return statistics_of((store.tiers, store.rows) for store in stores if store is not None)
 
     def close(self) -> None:
-        """Let running transfers end, for `close_timeout_s`, and close the stores; idempotent.
+        """Wait up to `close_timeout_s` for running transfers, and close the stores; idempotent.
 
         A call while another thread closes the adapter waits for it. In a forked child it does
         nothing.
@@ -313,7 +307,7 @@ class KVOffloadL2Adapter(L2AdapterInterface):
     # -- inside -----------------------------------------------------------------------------------
 
     def _slowest(self) -> None:
-        """Return None: requests are LMCache's, and have no timelines here."""
+        """Return None: the requests belong to LMCache, so no timelines are recorded."""
 
     def _take_events(
         self, store_id: StoreId, manager: SecondaryTierManager, events: Sequence[OffloadingEvent]
@@ -324,7 +318,7 @@ class KVOffloadL2Adapter(L2AdapterInterface):
     def _groups(
         self, keys: Sequence[ObjectKey], sizes: Sequence[int]
     ) -> tuple[Groups, list[OffloadKey | None]]:
-        """Return the stores of keys, and the keys encoded; None for keys that fit no tier.
+        """Group keys by their stores, and encode them; None for keys that fit no tier.
 
         Args:
             keys: The keys.
@@ -355,7 +349,7 @@ class KVOffloadL2Adapter(L2AdapterInterface):
     def _open_stores_of(
         self, keys: Sequence[ObjectKey]
     ) -> Iterable[tuple[OpenStore, list[OffloadKey]]]:
-        """Yield each open store of the keys' models and groups, with their distinct keys."""
+        """Yield each open store of the keys' models and groups, with the matching distinct keys."""
         by_group: dict[tuple[str, int], dict[OffloadKey, None]] = defaultdict(dict)
         for key in keys:
             if (encoded := self._encode(key)) is not None:
@@ -365,8 +359,8 @@ class KVOffloadL2Adapter(L2AdapterInterface):
             if encoded_keys and (opened := store.opened) is not None:
                 yield opened, list(encoded_keys)
 
-    def _look_up(self, keys: Sequence[OffloadKey], store: OpenStore) -> Future[KeySet]:
-        """Look keys up and pin those that are found."""
+    def _look_up(self, keys: Sequence[OffloadKey], store: OpenStore) -> list[Future[KeySet]]:
+        """Look up keys in an open store, and pin the found ones."""
         future: Future[KeySet] = Future()
 
         def report(looked_up: Future[list[bool]]) -> None:
@@ -378,70 +372,51 @@ class KVOffloadL2Adapter(L2AdapterInterface):
 
         looked_up = store.tiers.lookup(keys, self._options.lookup_timeout_s)
         looked_up.add_done_callback(report)
-        return future
+        return [future]
 
-    def _when_open(
+    def _ask(
         self,
         store: Store | None,
-        act: Callable[[OpenStore], Future[KeySet]],
+        act: Callable[[OpenStore], Iterable[Future[KeySet]]],
+        answer: _Answer,
+        indices: Sequence[int],
         timeout_s: float | None = None,
-    ) -> Future[KeySet]:
-        """Return what `act` returns for an open store; no keys if it does not open, or in time."""
-        once = _Once()
+    ) -> None:
+        """Call `act` once a store is open; `answer` waits for the futures that `act` returns.
+
+        Nothing is found if the store does not open, or not within `timeout_s`.
+        """
         if store is None:
-            once.complete(frozenset())
-            return once.future
-        timer: threading.Timer | None = None
-        if timeout_s is not None and store.opened is None:
-            timer = threading.Timer(timeout_s, once.complete, (frozenset(),))
+            return
+        opening = store.when_open()
+
+        def begin(_opening: Future[OpenStore | None]) -> None:
+            opened = None if opening.cancelled() else opening.result()
+            if opened is not None:
+                with self._errors.survived():  # else LMCache would wait for the result forever
+                    for part in act(opened):
+                        answer.expect(part, indices)
+
+        answer.await_part(opening, begin)
+        if timeout_s is not None and not opening.done():
+            timer = threading.Timer(timeout_s, opening.cancel)
             timer.daemon = True
+            opening.add_done_callback(lambda _: timer.cancel())
             try:
                 timer.start()
             except RuntimeError:  # there is no thread that could end the wait
-                once.complete(frozenset())
-                return once.future
+                opening.cancel()
 
-        def begin(opened: OpenStore | None) -> None:
-            if timer is not None:
-                timer.cancel()
-            if once.is_done:
-                return
-            asked: Future[KeySet] | None = None
-            if opened is not None:
-                with self._errors.survived():  # else LMCache would wait for the result forever
-                    asked = act(opened)
-            if asked is None:
-                once.complete(frozenset())
-            else:
-                asked.add_done_callback(lambda ended: once.complete(ended.result()))
-
-        store.when_open(begin)
-        return once.future
-
-    def _notify(self, notifier: Any) -> None:  # noqa: ANN401 - LMCache's
+    def _finish(self, task_id: int, result: T, done: dict[int, T], notifier: Any) -> None:  # noqa: ANN401 - LMCache's
+        """Notify LMCache that a task has ended, and keep the result until LMCache takes it."""
         with self._lock:
+            done[task_id] = result
             if not self._is_closed:
                 notifier.notify()
 
 
-class _Once:
-    """A future that takes the first result only."""
-
-    def __init__(self) -> None:
-        self.future: Future[KeySet] = Future()
-        self._lock = threading.Lock()
-        self.is_done = False
-
-    def complete(self, keys: KeySet) -> None:
-        with self._lock:
-            if self.is_done:
-                return
-            self.is_done = True
-        self.future.set_result(keys)
-
-
 class _Answer:
-    """Collects the results of the parts of a call, and reports them for each position."""
+    """Collects the results of a call's parts, and reports one result per position of its keys."""
 
     def __init__(
         self, keys: Sequence[OffloadKey | None], report: Callable[[list[bool]], object]
@@ -450,26 +425,33 @@ class _Answer:
         self._report = report
         self._lock = threading.Lock()
         self._left = 1
-        """Parts without a result; asking counts as one."""
+        """Number of parts without a result; starting the other parts counts as a part."""
         self._results = [False] * len(keys)
 
     def expect(self, part: Future[KeySet], indices: Sequence[int]) -> None:
-        """Wait for a part, of the keys at these positions."""
+        """Wait for a part's future of keys; only keys at `indices` may be among them."""
+
+        def take(part: Future[KeySet]) -> None:
+            landed = part.result()
+            for index in indices:
+                if self._keys[index] in landed:
+                    self._results[index] = True
+
+        self.await_part(part, take)
+
+    def await_part(self, part: Future[T], take: Callable[[Future[T]], object]) -> None:
+        """Wait for the future of a part; `take` is called with it when it is done."""
         with self._lock:
             self._left += 1
-        part.add_done_callback(partial(self._take, indices))
 
-    def all_asked(self) -> None:
-        """Report as soon as all parts have ended; no more are expected."""
-        self._end_part()
+        def end(ended: Future[T]) -> None:
+            take(ended)
+            self.end_part()
 
-    def _take(self, indices: Sequence[int], part: Future[KeySet]) -> None:
-        landed = part.result()
-        for index in indices:
-            self._results[index] = self._keys[index] in landed
-        self._end_part()
+        part.add_done_callback(end)
 
-    def _end_part(self) -> None:
+    def end_part(self) -> None:
+        """Count a part as ended; the last part to end reports the results."""
         with self._lock:
             self._left -= 1
             is_last = not self._left
@@ -480,7 +462,7 @@ class _Answer:
 def _host_blocks(
     keys: Sequence[OffloadKey | None], objects: Sequence[MemoryObj]
 ) -> list[HostBlock]:
-    """Return the objects with their addresses; those of keys without a code are not used."""
+    """Return the objects with keys and addresses; objects whose key is None are not used."""
     return [
         HostBlock(key or OffloadKey(b""), obj.data_ptr, obj)
         for key, obj in zip(keys, objects, strict=True)
@@ -488,7 +470,7 @@ def _host_blocks(
 
 
 def _rounds(keys: Sequence[OffloadKey | None], indices: Sequence[int]) -> list[list[int]]:
-    """Return positions such that no key occurs twice in a round."""
+    """Divide positions into rounds, such that no key occurs twice in a round."""
     if len({keys[index] for index in indices}) == len(indices):
         return [list(indices)]
     rounds: list[list[int]] = []
@@ -519,7 +501,7 @@ def _bytes_of(layout: MemoryLayoutDesc) -> int:
 
 
 def _status_of(store: Store) -> dict[str, Any]:
-    """Return the state of a store, as JSON can represent it."""
+    """Return the state of a store in types that JSON can represent."""
     store_id, opened = store.store_id, store.opened
     tiers = [] if opened is None else [asdict(tier) for tier in opened.tiers.stats()]
     works = all(set(tier["breakers"].values()) == {"closed"} for tier in tiers)
@@ -541,11 +523,11 @@ MOST_WAITING: Final = 65_536
 """Maximum number of events that wait for LMCache's listeners; further ones are dropped."""
 
 Report = Callable[[list[Any], list[int]], object]
-"""Takes keys and the sizes of their objects."""
+"""Called with keys and the sizes of their objects."""
 
 
 class UsageReporter:
-    """Reports which objects were stored and removed.
+    """Reports to LMCache which objects were stored and removed.
 
     Objects of tiers that do not announce removals are reported with a size of 0, because their sum
     would only grow. Objects whose salt is not known yet are reported when a request has named it.
@@ -559,7 +541,7 @@ class UsageReporter:
     """
 
     def __init__(self, keys: Keys, adapter: Any) -> None:  # noqa: ANN401 - LMCache's base class
-        """Start the thread.
+        """Start the thread that calls LMCache's listeners.
 
         Args:
             keys: Decodes keys.
@@ -575,7 +557,7 @@ class UsageReporter:
         self._accessed: Callable[[list[Any]], object] = adapter._notify_keys_accessed  # noqa: SLF001
         self._num_salts = 0
         self._unreported: dict[StoreId, Counter[OffloadKey]] = defaultdict(Counter)
-        """Blocks with a salt that is not known -> how many tiers have them, if they are counted."""
+        """Blocks whose salt is not known yet -> number of tiers that have them, if counted."""
         self._calls: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvoffload-usage", daemon=True)
         with naming_shortage("the thread for LMCache's usage counts cannot be started"):
@@ -584,7 +566,7 @@ class UsageReporter:
     def take(
         self, store_id: StoreId, events: Sequence[OffloadingEvent], *, is_counted: bool
     ) -> None:
-        """Report events.
+        """Report the objects that a tier's events name.
 
         Args:
             store_id: The store.
@@ -599,7 +581,7 @@ class UsageReporter:
         self._ask(partial(self._accessed, objects))
 
     def salts_changed(self) -> None:
-        """Report objects with a salt that has become known."""
+        """Report the objects whose salt has become known."""
         if len(self._keys.salts) != self._num_salts:
             self._num_salts = len(self._keys.salts)
             self._ask(self._report_unreported)

@@ -1,4 +1,4 @@
-"""Keys of LMCache's objects as keys of tiers, and back.
+"""Conversion between the keys of LMCache's objects and the keys of tiers.
 
 The model and the object group are those of a store, in which all objects have one size; a key has
 the other fields, each after its length:
@@ -25,14 +25,14 @@ _DIGESTED: Final = 255
 _MOST_SALT_BYTES: Final = 52
 _GROUP_BYTES: Final = 4
 MOST_SALTS: Final = 65_536
-"""Maximum number of long salts that are remembered; objects of further ones are not counted."""
+"""Maximum number of long salts that are remembered; objects with further salts are not counted."""
 
 
 KeySet = frozenset[OffloadKey]
 
 
 class StoreId(NamedTuple):
-    """A store: what all its objects have in common.
+    """Identifies a store by the properties that all its objects have in common.
 
     Attributes:
         model: Name of the model.
@@ -49,19 +49,19 @@ class StoreId(NamedTuple):
 
 
 class Keys:
-    """Encodes keys, and decodes those whose salt is known. Thread-safe.
+    """Encodes LMCache's keys as tiers' keys, and decodes keys whose salt is known. Thread-safe.
 
     Attributes:
         salts: Digest -> long salt, of keys that were encoded.
     """
 
     def __init__(self, key_class: Any) -> None:  # noqa: ANN401 - LMCache's ObjectKey
-        """Use LMCache's class of keys."""
+        """Decode to `key_class`, LMCache's class of keys."""
         self._key_class = key_class
         self.salts: dict[bytes, str] = {}
 
     def encode(self, key: Any) -> OffloadKey:  # noqa: ANN401 - LMCache's ObjectKey
-        """Return the tiers' key of an `ObjectKey`.
+        """Encode an `ObjectKey` as a key for tiers.
 
         Raises:
             OverflowError: The KV rank is negative, or the object group has more than 4 bytes.
@@ -85,39 +85,33 @@ class Keys:
         return make_offload_key(b"%c%b%b" % (_DIGESTED, digest, rest), key.object_group_id)
 
     def decode(self, model: str, key: OffloadKey) -> Any | None:  # noqa: ANN401 - ObjectKey
-        """Return the `ObjectKey` of a key; None if its salt is not known yet, or it is not ours.
+        """Decode a tier's key to an `ObjectKey`; None if its salt is unknown, or it is invalid.
 
         A directory may have files with names that `encode` does not make.
         """
         try:
-            return self._decoded(model, key)
+            if key[0] == _DIGESTED:
+                at = 1 + _DIGEST_BYTES
+                salt = self.salts.get(key[1:at])
+            else:
+                encoded, at = _field(key, 0)
+                salt = encoded.decode()
+            rank, at = _field(key, at)
+            chunk_hash, at = _field(key, at)
+            if salt is None or at != len(key) - _GROUP_BYTES:
+                return None
+            return self._key_class(
+                chunk_hash=chunk_hash,
+                model_name=model,
+                kv_rank=int.from_bytes(rank, "big"),
+                object_group_id=get_offload_group_idx(key),
+                cache_salt=salt,
+            )
         except (IndexError, ValueError):
             return None
 
-    def _decoded(self, model: str, key: OffloadKey) -> Any | None:  # noqa: ANN401 - ObjectKey
-        """Return the same as `decode`; raises IndexError or ValueError if the key is not ours."""
-        if key[0] == _DIGESTED:
-            at = 1 + _DIGEST_BYTES
-            salt = self.salts.get(key[1:at])
-        else:
-            encoded, at = _field(key, 0)
-            salt = encoded.decode()
-        if salt is None:
-            return None
-        rank, at = _field(key, at)
-        chunk_hash, at = _field(key, at)
-        if at != len(key) - _GROUP_BYTES:
-            raise ValueError("fields of another length")
-        return self._key_class(
-            chunk_hash=chunk_hash,
-            model_name=model,
-            kv_rank=int.from_bytes(rank, "big"),
-            object_group_id=get_offload_group_idx(key),
-            cache_salt=salt,
-        )
-
 
 def _field(key: bytes, at: int) -> tuple[bytes, int]:
-    """Return the field at a position, and the position behind it."""
+    """Return the field at a position of an encoded key, and the position after it."""
     end = at + 1 + key[at]
     return key[at + 1 : end], end

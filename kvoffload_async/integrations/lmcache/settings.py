@@ -1,10 +1,10 @@
-"""The options of the adapter, `adapter_params` in LMCache's configuration."""
+"""The options of the LMCache adapter: `adapter_params` in LMCache's configuration."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Self
+from typing import Any, Self
 
 from kvoffload_async.config import (
     OffloadConfig,
@@ -20,29 +20,9 @@ from kvoffload_async.config import (
     shown,
 )
 from kvoffload_async.errors import ConfigError
-from kvoffload_async.facade.plugged import check_tiers
-from kvoffload_async.facade.tier_factory import SecondaryTierFactory
+from kvoffload_async.facade.plugged import tiers_under
+from kvoffload_async.facade.tier_factory import SecondaryTierFactory, check_tiers
 from kvoffload_async.integrations.lmcache.keys import StoreId
-
-_DECIDED: Final = frozenset({"enable_kv_events", "model", "rank", "run_config"})
-"""Options of a tier that follow from LMCache's keys."""
-
-
-def _parse_tiers(value: object, key: str) -> tuple[Mapping[str, Any], ...]:
-    """Return the tiers; raises ConfigError."""
-    tiers = value if isinstance(value, list | tuple) else [value]
-    if not tiers or not all(isinstance(tier, Mapping) for tier in tiers):
-        raise ConfigError(
-            f"{key}: {shown(value)} is not valid; it must be the configuration of a tier, such as "
-            '{"type": "slab", "root_dir": "/srv/kv", "capacity_bytes": "100GiB"}, or a list of them'
-        )
-    for index, tier in enumerate(tiers):
-        for name in sorted(_DECIDED & tier.keys()):
-            raise ConfigError(
-                f"{key}[{index}]: {name}: LMCache's keys determine it; leave it out, and give "
-                "namespace or fingerprint to keep objects apart"
-            )
-    return tuple(tiers)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +30,7 @@ class AdapterOptions(Options):
     """The options of `KVOffloadL2Adapter`."""
 
     tier: tuple[Mapping[str, Any], ...] = option(
-        _parse_tiers, remedy='a tier, such as {"type": "slab", ...}, or a list of tiers'
+        tiers_under("LMCache"), remedy='a tier, such as {"type": "slab", ...}, or a list of tiers'
     )
     """Configuration of a tier, or a list in lookup order; see docs/reference/configuration.md."""
     num_stores: int = option(at_least(1, 1024), 1)
@@ -81,17 +61,14 @@ class AdapterOptions(Options):
         reject_unknown(params, cls.declared(), "adapter_params")
         options = cls.take(params)
         config = OffloadConfig(cpu_bytes_to_use=0, block_bytes=0, model="model")
-        check_tiers(options.tier, config)
+        check_tiers(options.tier, config, key="tier")
         return options
 
-    def tiers_of(self, store: StoreId) -> list[dict[str, Any]]:
-        """Return the configurations of the tiers of a store.
+    def tier_of(self, tier: Mapping[str, Any], store: StoreId) -> dict[str, Any]:
+        """Return the configuration of a tier, completed for one store.
 
-        The store has its own folder below each `root_dir`, and its part of each `capacity_bytes`.
+        The store has its own folder below `root_dir`, and its part of `capacity_bytes`.
         """
-        return [self._tier_of(tier, store) for tier in self.tier]
-
-    def _tier_of(self, tier: Mapping[str, Any], store: StoreId) -> dict[str, Any]:
         own: dict[str, Any] = {
             **SecondaryTierFactory.host_defaults(tier),
             **tier,

@@ -1,4 +1,4 @@
-"""Transfers of objects that are not rows of the primary: through own rows, on a thread."""
+"""Transfers of objects outside the primary's rows: through staging rows, on a thread."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CLOSE_S: Final = 5.0
 
 
 class HostBlock(NamedTuple):
-    """An object in the host's memory.
+    """An object of LMCache in host memory.
 
     Attributes:
         key: Its key.
@@ -42,7 +42,7 @@ class HostBlock(NamedTuple):
 
 
 class _Request:
-    """A transfer that was asked for, in as many parts as rows are free."""
+    """A requested transfer, which runs in parts of as many objects as rows are free."""
 
     __slots__ = ("deadline_s", "future", "is_load", "landed", "left", "running")
 
@@ -60,7 +60,7 @@ class _Request:
 
 
 class StagedTransfers:
-    """Copies objects to and from own rows, and has the tiers transfer the rows.
+    """Copies objects to and from staging rows, which the tiers transfer.
 
     So a transfer ends in time whether or not a tier still accesses its rows, which stay taken until
     they are at rest; while none is free, transfers wait, until they fail at their deadline. An
@@ -73,7 +73,7 @@ class StagedTransfers:
     """
 
     def __init__(self, rows: HostRows, tiers: PluggedTiers, timeout_s: float) -> None:
-        """Start the thread.
+        """Start the thread that runs the transfers.
 
         Args:
             rows: Has the own rows.
@@ -98,24 +98,20 @@ class StagedTransfers:
             self._copies.close()
             raise
 
-    def store(self, blocks: Sequence[HostBlock]) -> Future[KeySet]:
-        """Store objects; the future has the stored keys. Objects are not accessed afterwards."""
-        return self._ask(blocks, is_load=False)
+    def transfer(self, blocks: Sequence[HostBlock], *, is_load: bool) -> Future[KeySet]:
+        """Store or load objects; the future returns the keys of the transferred objects.
 
-    def load(self, blocks: Sequence[HostBlock]) -> Future[KeySet]:
-        """Load objects; the future has the loaded keys. Objects are not accessed afterwards."""
-        return self._ask(blocks, is_load=True)
-
-    def close(self) -> None:
-        """Fail what waits, and end the thread; call it after the tiers were closed."""
-        self._calls.put(None)
-        self._thread.join(_CLOSE_S)
-        self._copies.close()
-
-    def _ask(self, blocks: Sequence[HostBlock], *, is_load: bool) -> Future[KeySet]:
+        Objects are not accessed afterwards.
+        """
         request = _Request(blocks, time.monotonic() + self._timeout_s, is_load=is_load)
         self._calls.put(partial(self._waiting.append, request))
         return request.future
+
+    def close(self) -> None:
+        """Fail waiting transfers, and end the thread; call it after the tiers were closed."""
+        self._calls.put(None)
+        self._thread.join(_CLOSE_S)
+        self._copies.close()
 
     # -- the thread -------------------------------------------------------------------------------
 
@@ -144,11 +140,11 @@ class StagedTransfers:
         return max(0.0, self._waiting[0].deadline_s - time.monotonic())
 
     def _begin_waiting(self) -> None:
-        """Begin transfers, oldest first, as long as rows are free; fail those over the deadline."""
+        """Begin waiting transfers, oldest first, while rows are free; fail the overdue ones."""
         while self._waiting:
             request = self._waiting[0]
             if request.left and time.monotonic() < request.deadline_s:
-                rows = self._rows.take(len(request.left), 0)
+                rows = self._rows.take(len(request.left))
                 if not len(rows):
                     return
                 blocks, request.left = request.left[: len(rows)], request.left[len(rows) :]
@@ -194,7 +190,7 @@ class StagedTransfers:
     def _has_copied(
         self, copy: Callable[..., None], blocks: Sequence[HostBlock], rows: BlockIds
     ) -> bool:
-        """Copy objects; return whether that succeeded."""
+        """Copy objects to or from rows; return whether the copy succeeded."""
         addresses = np.array([[block.address] for block in blocks], dtype=np.int64)
         try:
             if len(blocks):
@@ -210,4 +206,4 @@ class StagedTransfers:
 
 
 def _look_again() -> None:
-    """Wake the thread."""
+    """Do nothing: queued as a call, it wakes the thread."""

@@ -13,37 +13,37 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
-from kvoffload_async.abc.tier import CloseReport
 from kvoffload_async.errors import text_of
 from kvoffload_async.facade.host_rows import HostMemory, HostRows
 from kvoffload_async.facade.plugged import ListPosition, OnEvents, PluggedTiers, Transfer
 from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.facade.tier_group import pauses_s
 from kvoffload_async.integrations.lmcache.keys import Keys, KeySet, StoreId
 from kvoffload_async.integrations.lmcache.settings import AdapterOptions
 from kvoffload_async.integrations.lmcache.staging import HostBlock, StagedTransfers
-from kvoffload_async.runtime.lifetime import Closing
 from kvoffload_async.types import OffloadingEvent, OffloadKey, as_block_ids
 
 logger = logging.getLogger(__name__)
 
 MOST_DIRECT_LOADS: Final = 4
-"""Loads into LMCache's memory at once. One that hangs is reported only when its copy has ended, and
-occupies one of LMCache's prefetches until then (8 by default); further loads use own rows."""
+"""Maximum number of concurrent loads into LMCache's memory. A hung load is reported only when
+its copy has ended, and occupies one of LMCache's prefetches until then (8 by default); further
+loads use staging rows."""
 _MOST_WAITING: Final = 1024
 """Maximum number of requests that wait for a store to open; further ones fail."""
-_MOST_PAUSE_S: Final = 60.0
 _CLOSE_LATE_S: Final = 1.0
-"""Seconds to close a store that was opened after the adapter was closed."""
+"""Timeout in seconds for closing a store that was opened after the adapter was closed."""
 
 _abandoned: Final[list[object]] = []
-"""Memory that copies may access after the adapter was closed."""
+"""Memory kept allocated because copies may still access it after the adapter was closed."""
 
 
 class OpenStore:
-    """The tiers of an open store, and the two ways of transferring objects.
+    """The tiers of an open store, with transfers of objects in place and through staging rows.
 
     Attributes:
         store_id: Names the store.
@@ -61,59 +61,33 @@ class OpenStore:
         host: HostMemory | None,
         on_events: OnEvents,
     ) -> None:
-        """Open the tiers; blocks. Raises what `PluggedTiers` raises."""
+        """Open the tiers of a store; blocks. Raises the errors of `PluggedTiers`."""
         self.store_id = store
-        tiers = options.tiers_of(store)
+        tiers = [options.tier_of(tier, store) for tier in options.tier]
         num_own = max(1, options.staging_bytes // store.object_bytes)
         self.rows = HostRows(store.object_bytes, num_own, host)
         self.in_place = self.staged = 0
         self._lock = threading.Lock()
         self._direct_loads: set[Transfer] = set()
-        """Loads into LMCache's memory that are not at rest."""
-        self._late_loads: set[Transfer] = set()
-        """Those that have ended."""
-        try:
+        """Loads whose copies still access LMCache's memory; late if their result was reported."""
+        with ExitStack() as undo:
+            undo.callback(self.rows.close)
             self.tiers = PluggedTiers(tiers, self.rows.view, on_events=on_events)
-            try:
-                timeout_s = max(manager.io_timeout_s for manager in self.tiers.managers)
-                self.stage = StagedTransfers(self.rows, self.tiers, timeout_s)
-            except BaseException:
-                self.tiers.close(options.close_timeout_s)
-                raise
-        except BaseException:
-            self.rows.close()
-            raise
+            undo.callback(self.tiers.close, options.close_timeout_s)
+            timeout_s = max(manager.io_timeout_s for manager in self.tiers.managers)
+            self.stage = StagedTransfers(self.rows, self.tiers, timeout_s)
+            undo.pop_all()
 
-    def store(self, blocks: Sequence[HostBlock]) -> Future[KeySet]:
-        """Store distinct objects; the future has the stored keys once the objects may change."""
-        direct, others = self._split(blocks)
-        parts = []
-        if direct:
-            rows = as_block_ids([row for _, row in direct])
-            transfer = self.tiers.store([block.key for block, _ in direct], rows)
-            parts.append(_at_rest(transfer, blocks))
-        if others:
-            parts.append(self.stage.store(others))
-        self._count(len(direct), len(others))
-        return _union(parts)
+    def store(self, blocks: Sequence[HostBlock]) -> list[Future[KeySet]]:
+        """Store distinct objects; each future returns stored keys once their objects may change."""
+        return self._transfer(blocks, is_load=False)
 
-    def load(self, blocks: Sequence[HostBlock]) -> Future[KeySet]:
-        """Load distinct objects; the future has the loaded keys once the objects may be used."""
-        direct, others = self._split(blocks)
-        parts = []
-        if direct:
-            transfer = self._load_in_place(direct)
-            if transfer is None:
-                direct, others = [], list(blocks)
-            else:
-                parts.append(_at_rest(transfer, blocks))
-        if others:
-            parts.append(self.stage.load(others))
-        self._count(len(direct), len(others))
-        return _union(parts)
+    def load(self, blocks: Sequence[HostBlock]) -> list[Future[KeySet]]:
+        """Load distinct objects; each future returns loaded keys once their objects may be used."""
+        return self._transfer(blocks, is_load=True)
 
-    def close(self, timeout_s: float) -> CloseReport:
-        """Close the tiers; every future is complete afterwards, but those of copies that hang."""
+    def close(self, timeout_s: float) -> None:
+        """Close the tiers; afterwards every future is complete, except those of hung copies."""
         report = self.tiers.close(timeout_s)
         self.stage.close()
         if report.unfinished_jobs:
@@ -123,90 +97,59 @@ class OpenStore:
             )
             _abandoned.append(self)
         self.rows.close(is_idle=not report.unfinished_jobs)
-        return report
 
-    def _load_in_place(self, direct: Sequence[tuple[HostBlock, int]]) -> Transfer | None:
-        """Load into rows of LMCache's memory; None if too many such loads run or one is late."""
+    def _transfer(self, blocks: Sequence[HostBlock], *, is_load: bool) -> list[Future[KeySet]]:
+        """Transfer objects that lie in rows in place, and all others through staging rows."""
+        rows = [self.rows.row_of(block.address) for block in blocks]
+        if is_load and not self._may_load_in_place():
+            rows = [None] * len(blocks)
+        pairs = list(zip(blocks, rows, strict=True))
+        direct = {block.key: row for block, row in pairs if row is not None}
+        others = [block for block, row in pairs if row is None]
+        parts = []
+        if direct:
+            submit = self.tiers.load if is_load else self.tiers.store
+            transfer = submit(list(direct), as_block_ids(direct.values()))
+            if is_load:
+                with self._lock:
+                    self._direct_loads.add(transfer)
+                transfer.at_rest.add_done_callback(partial(self._note_at_rest, transfer))
+            parts.append(_at_rest(transfer, blocks))
+        if others:
+            parts.append(self.stage.transfer(others, is_load=is_load))
         with self._lock:
-            if self._late_loads or len(self._direct_loads) >= MOST_DIRECT_LOADS:
-                return None
-        rows = as_block_ids([row for _, row in direct])
-        transfer = self.tiers.load([block.key for block, _ in direct], rows)
-        with self._lock:
-            self._direct_loads.add(transfer)
-        transfer.ended.add_done_callback(lambda _: self._note_ended(transfer))
-        transfer.at_rest.add_done_callback(lambda _: self._note_at_rest(transfer))
-        return transfer
+            self.in_place += len(direct)
+            self.staged += len(others)
+        return parts
 
-    def _note_ended(self, transfer: Transfer) -> None:
+    def _may_load_in_place(self) -> bool:
+        """Return whether another load into LMCache's memory may run: few run, and none is late."""
         with self._lock:
-            self._late_loads.add(transfer)
+            is_late = any(load.ended.done() for load in self._direct_loads)
+            return not is_late and len(self._direct_loads) < MOST_DIRECT_LOADS
 
-    def _note_at_rest(self, transfer: Transfer) -> None:
+    def _note_at_rest(self, transfer: Transfer, _at_rest: Future[None]) -> None:
         with self._lock:
             self._direct_loads.discard(transfer)
-            self._late_loads.discard(transfer)
-
-    def _split(
-        self, blocks: Sequence[HostBlock]
-    ) -> tuple[list[tuple[HostBlock, int]], list[HostBlock]]:
-        """Return the objects that are rows, with their rows, and the other ones."""
-        direct, others = [], []
-        for block in blocks:
-            row = self.rows.row_of(block.address)
-            if row is None:
-                others.append(block)
-            else:
-                direct.append((block, row))
-        return direct, others
-
-    def _count(self, in_place: int, staged: int) -> None:
-        with self._lock:
-            self.in_place += in_place
-            self.staged += staged
 
 
 def _at_rest(transfer: Transfer, blocks: Sequence[HostBlock]) -> Future[KeySet]:
-    """Return a future of the transferred keys, done when no copy runs; it keeps the objects."""
+    """Return a future of the transferred keys, done when no copy runs; it retains the objects."""
     future: Future[KeySet] = Future()
-    kept = tuple(blocks)
 
-    def complete(_at_rest: Future[None]) -> None:
-        assert kept is not None  # noqa: S101 - the closure is what keeps the objects
+    def complete(_kept: Sequence[HostBlock], _at_rest: Future[None]) -> None:
         future.set_result(transfer.ended.result().keys)
 
-    transfer.at_rest.add_done_callback(complete)
-    return future
-
-
-def _union(parts: Sequence[Future[KeySet]]) -> Future[KeySet]:
-    """Return a future with the keys of all parts."""
-    if len(parts) == 1:
-        return parts[0]
-    future: Future[KeySet] = Future()
-    if not parts:
-        future.set_result(frozenset())
-    lock = threading.Lock()
-    left = list(parts)
-
-    def complete(part: Future[KeySet]) -> None:
-        with lock:
-            left.remove(part)
-            is_last = not left
-        if is_last:
-            future.set_result(frozenset().union(*(one.result() for one in parts)))
-
-    for part in parts:
-        part.add_done_callback(complete)
+    transfer.at_rest.add_done_callback(partial(complete, tuple(blocks)))
     return future
 
 
 class Store:
-    """One store, and its opening.
+    """One store of the adapter, opened on first use.
 
         CLOSED --asked, pause elapsed--> OPENING --> OPEN | CLOSED (with an error)
 
-    Thread-safe.
+    Thread-safe, except `close`.
 
     Attributes:
         store_id: Names it.
@@ -215,7 +158,7 @@ class Store:
     """
 
     def __init__(self, store_id: StoreId, open_store: Callable[[], OpenStore]) -> None:
-        """Start closed.
+        """Create a closed store.
 
         Args:
             store_id: Names it.
@@ -226,48 +169,40 @@ class Store:
         self.error: str | None = None
         self._open_store = open_store
         self._lock = threading.Lock()
-        self._waiting: list[Callable[[OpenStore | None], object]] = []
+        self._waiting: list[Future[OpenStore | None]] = []
         self._thread: threading.Thread | None = None
         self._retry_at_s = 0.0
-        self._pause_s = 1.0
+        self._pauses_s = pauses_s()
         self._is_ended = False
-        self._closing: Closing[CloseReport] = Closing()
 
-    def when_open(self, act: Callable[[OpenStore | None], object]) -> None:
-        """Call `act` with the open store, or with None if it cannot be opened. Non-blocking.
+    def when_open(self) -> Future[OpenStore | None]:
+        """Return a future of the open store, or of None if it cannot be opened. Non-blocking.
 
-        Opens the store if it is due. Thread of the call: this one, or the opening one.
+        Opens the store if it is due. The caller may cancel the future.
         """
+        future: Future[OpenStore | None] = Future()
         with self._lock:
             opened = None if self._is_ended else self.opened
             if opened is None and self._may_wait():
-                self._waiting.append(act)
-                return
-        act(opened)
+                self._waiting.append(future)
+                return future
+        future.set_result(opened)
+        return future
 
-    def close(self, timeout_s: float) -> CloseReport:
-        """Close the store, after it has been opened if it is being opened; idempotent.
-
-        A call while another thread closes it waits for it; for the errors see `Closing.run`.
-        """
-        return self._closing.run(self._close, timeout_s)
-
-    def _close(self, timeout_s: float) -> CloseReport:
+    def close(self, timeout_s: float) -> None:
+        """Close the store, waiting for it if it is being opened; idempotent."""
         with self._lock:
             self._is_ended = True
             thread = self._thread
         deadline_s = time.monotonic() + timeout_s
         if thread is not None:
             thread.join(timeout_s)
-        opened = self.opened
-        if opened is None:
-            return CloseReport()
-        report = opened.close(max(0.0, deadline_s - time.monotonic()))
-        self.opened = None
-        return report
+        if self.opened is not None:
+            self.opened.close(max(0.0, deadline_s - time.monotonic()))
+            self.opened = None
 
     def _may_wait(self) -> bool:
-        """Return whether a request may wait, and begin to open the store if it is due."""
+        """Return whether a request may wait for the store, and begin to open it if due."""
         if self._is_ended or len(self._waiting) >= _MOST_WAITING:
             return False
         if self._thread is None:
@@ -294,26 +229,27 @@ class Store:
             waiting, self._waiting = self._waiting, []
             is_ended = self._is_ended
             if opened is not None and not is_ended:
-                self.opened, self.error, self._pause_s = opened, None, 1.0
-        for act in waiting:
-            act(None if is_ended else opened)
+                self.opened, self.error, self._pauses_s = opened, None, pauses_s()
+        for future in waiting:
+            if future.set_running_or_notify_cancel():
+                future.set_result(None if is_ended else opened)
         if is_ended and opened is not None:
             opened.close(_CLOSE_LATE_S)
 
     def _failed(self, error: BaseException) -> None:
         self.error = text_of(error)
-        self._retry_at_s = time.monotonic() + self._pause_s
+        pause_s = next(self._pauses_s)
+        self._retry_at_s = time.monotonic() + pause_s
         logger.error(
             "the store of model %s cannot be opened, and is tried again after %g s: %s",
             self.store_id,
-            self._pause_s,
+            pause_s,
             self.error,
         )
-        self._pause_s = min(2 * self._pause_s, _MOST_PAUSE_S)
 
 
 class Stores:
-    """All stores of the adapter. Thread-safe.
+    """All stores of the adapter. Thread-safe, except `close`.
 
     Attributes:
         options: The adapter's options.
@@ -326,7 +262,7 @@ class Stores:
         host: HostMemory | None,
         on_events: Callable[[StoreId, SecondaryTierManager, Sequence[OffloadingEvent]], object],
     ) -> None:
-        """Start without stores.
+        """Create the object without any store.
 
         Args:
             options: The adapter's options.
@@ -342,7 +278,7 @@ class Stores:
         self._latest: dict[tuple[str, int], StoreId] = {}
 
     def of(self, store_id: StoreId, num_objects: int = 0) -> Store | None:
-        """Return a store, which is made if there may be another one; None if not.
+        """Return a store, created if necessary; None if the maximum number of stores is reached.
 
         Args:
             store_id: Names it.
@@ -364,14 +300,15 @@ class Stores:
         return self._latest.get((model, group))
 
     def every(self) -> list[Store]:
-        """Return the stores."""
+        """Return all stores."""
         with self._lock:
             return list(self._stores.values())
 
-    def close(self, timeout_s: float) -> list[CloseReport]:
-        """Close all stores, within a time for all together."""
+    def close(self, timeout_s: float) -> None:
+        """Close all stores, with a common timeout."""
         deadline_s = time.monotonic() + timeout_s
-        return [store.close(max(0.0, deadline_s - time.monotonic())) for store in self.every()]
+        for store in self.every():
+            store.close(max(0.0, deadline_s - time.monotonic()))
 
     def _open(self, store_id: StoreId) -> OpenStore:
         return OpenStore(store_id, self.options, self._host, partial(self._on_events, store_id))
@@ -389,24 +326,12 @@ class Stores:
 
 
 _CURSOR: Final = re.compile(r"(\d{1,6})\.(\d{1,6})\.((?:[0-9a-f]{2}){5,96}|)")
-"""Numbers of the store and of the tier, and the last key."""
-
-
-class Page(NamedTuple):
-    """A page of the list.
-
-    Attributes:
-        objects: Keys of objects, and their sizes.
-        next_cursor: Where the next page begins; None: this is the last one.
-    """
-
-    objects: list[tuple[Any, int]]
-    next_cursor: str | None
+"""Matches a page cursor: numbers of the store and of the tier, and the last key."""
 
 
 def page_of(
     stores: Sequence[Store], keys: Keys, model: str | None, page_size: int, cursor: str | None
-) -> Page:
+) -> tuple[list[tuple[Any, int]], str | None]:
     """Return a page of the objects in open stores.
 
     Args:
@@ -414,7 +339,10 @@ def page_of(
         keys: Decodes keys; an object whose salt is not known is left out.
         model: Name of the only model to list; None: all.
         page_size: Maximum number of objects.
-        cursor: `next_cursor` of the page before; None: the first page.
+        cursor: The cursor that came with the page before; None: the first page.
+
+    Returns:
+        Keys of objects with their sizes, and the cursor of the next page; None after the last one.
 
     Raises:
         NotImplementedError: A store has a tier that does not know its contents.
@@ -438,12 +366,12 @@ def page_of(
             objects += [(key, size) for key in decoded if key is not None]
         number, position = (number + 1, ListPosition()) if after is None else (number, after)
     if number >= len(stores):
-        return Page(objects, None)
-    return Page(objects, f"{number}.{position.tier}.{(position.key or b'').hex()}")
+        return objects, None
+    return objects, f"{number}.{position.tier}.{(position.key or b'').hex()}"
 
 
 def _parsed(cursor: str | None) -> tuple[int, ListPosition]:
-    """Return the number of the store, and the position in it; raises ValueError."""
+    """Parse a page cursor: number of the store, and position in it; raises ValueError."""
     if cursor is None:
         return 0, ListPosition()
     found = _CURSOR.fullmatch(cursor)

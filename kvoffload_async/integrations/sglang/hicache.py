@@ -1,4 +1,4 @@
-"""SGLang's storage backend: pages of the host pool in this package's tiers.
+"""A storage backend for SGLang: keeps pages of the host pool in this package's tiers.
 
     --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{
         "backend_name": "kvoffload", "interface_v1": 1,
@@ -19,7 +19,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
@@ -31,6 +31,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 
+from kvoffload_async.abc.tier import Direction
 from kvoffload_async.errors import ConfigError, OffloadError, StateError, text_of
 from kvoffload_async.facade.tier_factory import naming_tier
 from kvoffload_async.integrations.sglang.page_store import PageStore
@@ -39,37 +40,25 @@ from kvoffload_async.integrations.sglang.settings import HiCacheOptions
 from kvoffload_async.observe.prometheus import MultiprocessMetrics, is_multiprocess, publish
 from kvoffload_async.runtime.log_level import show_log
 from kvoffload_async.statistics import OffloadingStatistics
-from kvoffload_async.status.server import EngineStatus, path_from_environment
+from kvoffload_async.status.server import EngineStatus
 from kvoffload_async.types import OffloadKey, make_offload_key
 
 logger = logging.getLogger(__name__)
 
 _MOST_PAGES: Final = 128
-"""Maximum number of pages per job: SGLang passes as many per call."""
+"""Maximum number of pages per job: SGLang passes as many pages per call."""
 
 _MOST_CALLS: Final = 1024
-"""Calls per direction that are kept for `get_stats`."""
+"""Maximum number of calls per direction whose figures are kept for `get_stats`."""
 
 _HASH_DIGITS: Final = 64
 
 _PAGES, _TENSORS = 0, 1
-"""Groups in keys. The two interfaces order a page's bytes differently, so pages never mix."""
-
-
-class _Call(NamedTuple):
-    """A call that has ended.
-
-    Attributes:
-        pages: Pages that were stored or loaded.
-        seconds: Its duration.
-    """
-
-    pages: int
-    seconds: float
+"""Group indices in keys: one per interface, as the interfaces order a page's bytes differently."""
 
 
 class KVOffloadHiCache(HiCacheStorage):
-    """Keeps pages in tiers. SGLang creates it in each rank's scheduler.
+    """Keeps SGLang's KV-cache pages in tiers. SGLang creates it in each rank's scheduler.
 
     Gets, sets and `batch_exists` block, each with a deadline, and never raise because of a tier: a
     page that a tier cannot store or load is reported as such.
@@ -114,13 +103,15 @@ class KVOffloadHiCache(HiCacheStorage):
         self._status = EngineStatus(storage_config.model_name)
         self._unpublish: Callable[[], None] | None = None
         self._shared: MultiprocessMetrics | None = None
-        self._loads: deque[_Call] = deque(maxlen=_MOST_CALLS)
-        self._stores: deque[_Call] = deque(maxlen=_MOST_CALLS)
+        self._calls: dict[Direction, deque[tuple[int, float]]] = {
+            direction: deque(maxlen=_MOST_CALLS) for direction in (Direction.LOAD, Direction.STORE)
+        }
+        """Transferred pages and seconds of the latest calls in each direction."""
 
     # -- pools ------------------------------------------------------------------------------------
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:  # noqa: ANN401 - HostKVCache
-        """Examine the pool; starts nothing, because further pools may follow.
+        """Examine the host pool; starts nothing, because further pools may follow.
 
         Raises:
             ConfigError: The pool is not supported, or the configuration does not fit to it.
@@ -138,7 +129,7 @@ class KVOffloadHiCache(HiCacheStorage):
         self._pages = pages
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:  # noqa: ANN401 - SGLang's
-        """Accept the pool that is registered already, and no other.
+        """Accept the KV pool that is registered already, and no other pool.
 
         Raises:
             ConfigError: The model has a second kind of KV cache. Everything is closed.
@@ -153,7 +144,7 @@ class KVOffloadHiCache(HiCacheStorage):
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
 
     def on_host_pools_registered(self) -> None:
-        """Map the rows and open the tiers; blocks until they are open.
+        """Map the staging rows and open the tiers; blocks until they are open.
 
         Raises:
             ConfigError: The configuration does not fit to the pool's pages. As for the other
@@ -164,7 +155,8 @@ class KVOffloadHiCache(HiCacheStorage):
         super().on_host_pools_registered()
         if self._pages is None or self._store is not None:
             return
-        self._status.listen(self._status_path())
+        suffix = self._rank_suffix()
+        self._status.listen(self._options.status_socket, suffix)
         try:
             self._store = PageStore(
                 self._pages, self._tiers, _MOST_PAGES, self._options.staging_bytes
@@ -173,7 +165,7 @@ class KVOffloadHiCache(HiCacheStorage):
             self._status.close()
             raise
         self._status.serve(self.stats, self._slowest)
-        name = f"sglang{self._rank_suffix()}"
+        name = f"sglang{suffix}"
         if is_multiprocess():
             self._shared = MultiprocessMetrics(name)
         else:
@@ -187,14 +179,9 @@ class KVOffloadHiCache(HiCacheStorage):
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        """Load pages into the pool; return for each whether it was loaded."""
+        """Load pages into the host pool; return for each page whether it was loaded."""
         del extra_info
-        began_s = time.monotonic()
-        loaded = self._guarded(
-            keys, lambda store: store.load_pages(_keys(keys, _PAGES), host_indices)
-        )
-        self._loads.append(_Call(sum(loaded), time.monotonic() - began_s))
-        return loaded
+        return self._move(Direction.LOAD, keys, host_indices)
 
     def batch_set_v1(
         self,
@@ -202,26 +189,21 @@ class KVOffloadHiCache(HiCacheStorage):
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        """Store pages of the pool; return for each whether it is stored.
+        """Store pages of the host pool; return for each page whether it is stored.
 
         A rank that is not the writer of its pages stores nothing.
         """
         del extra_info
         if not self._config.is_storage_writer:
             return [True] * len(keys)
-        began_s = time.monotonic()
-        stored = self._guarded(
-            keys, lambda store: store.store_pages(_keys(keys, _PAGES), host_indices)
-        )
-        self._stores.append(_Call(sum(stored), time.monotonic() - began_s))
-        return stored
+        return self._move(Direction.STORE, keys, host_indices)
 
     # -- existence --------------------------------------------------------------------------------
 
     def batch_exists(
         self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
-        """Return how many of the first keys are stored; waits for `probe_timeout_s` at most."""
+        """Return how many leading keys are stored; waits for `probe_timeout_s` at most."""
         del extra_info
         return 0 if self._store is None else self._store.leading_run(_keys(keys, self._group))
 
@@ -235,7 +217,7 @@ class KVOffloadHiCache(HiCacheStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """Return the result of `batch_exists`, without any other pools."""
+        """Return the result of `batch_exists`; empty if SGLang also asks for other pools."""
         if pool_transfers:
             return PoolTransferResult.empty()
         count = self.batch_exists(keys, extra_info)
@@ -249,7 +231,7 @@ class KVOffloadHiCache(HiCacheStorage):
         target_location: torch.Tensor | None = None,
         target_sizes: Any = None,  # noqa: ANN401 - SGLang's
     ) -> torch.Tensor | None:
-        """Load a page into `target_location`, and return that; None if it was not loaded."""
+        """Load a page into `target_location`, and return this tensor; None if it was not loaded."""
         return self.batch_get([key], [target_location], target_sizes)[0]
 
     def batch_get(
@@ -258,12 +240,10 @@ class KVOffloadHiCache(HiCacheStorage):
         target_locations: Sequence[torch.Tensor | None] | None = None,
         target_sizes: Any = None,  # noqa: ANN401 - SGLang's
     ) -> list[torch.Tensor | None]:
-        """Load pages into tensors; return for each the tensor, or None if it was not loaded."""
+        """Load pages into tensors; return each page's tensor, or None if it was not loaded."""
         del target_sizes
         targets = _tensors(target_locations, len(keys), "target_location")
-        loaded = self._guarded(
-            keys, lambda store: store.load_tensors(_keys(keys, _TENSORS), targets)
-        )
+        loaded = self._move(Direction.LOAD, keys, targets)
         return [
             target if is_loaded else None for target, is_loaded in zip(targets, loaded, strict=True)
         ]
@@ -290,9 +270,7 @@ class KVOffloadHiCache(HiCacheStorage):
         pages = _tensors(values, len(keys), "value")
         if not self._config.is_storage_writer:
             return True
-        return all(
-            self._guarded(keys, lambda store: store.store_tensors(_keys(keys, _TENSORS), pages))
-        )
+        return all(self._move(Direction.STORE, keys, pages))
 
     # -- the whole --------------------------------------------------------------------------------
 
@@ -308,7 +286,7 @@ class KVOffloadHiCache(HiCacheStorage):
         return store.stats()
 
     def get_stats(self) -> Any:  # noqa: ANN401 - SGLang's StorageMetrics
-        """Return pages and GB/s of the calls since the last one, for SGLang's own metrics."""
+        """Return pages and GB/s of the calls since the previous result, for SGLang's metrics."""
         store = self._store
         if store is None or not self._config.enable_storage_metrics:
             return None
@@ -317,17 +295,17 @@ class KVOffloadHiCache(HiCacheStorage):
         metrics = importlib.import_module("sglang.srt.observability.metrics_collector")
         found = metrics.StorageMetrics()
         for calls, pages, bandwidths in (
-            (self._loads, found.prefetch_pgs, found.prefetch_bandwidth),
-            (self._stores, found.backup_pgs, found.backup_bandwidth),
+            (self._calls[Direction.LOAD], found.prefetch_pgs, found.prefetch_bandwidth),
+            (self._calls[Direction.STORE], found.backup_pgs, found.backup_bandwidth),
         ):
             while calls:
-                call = calls.popleft()
-                pages.append(call.pages)
-                bandwidths.append(call.pages * store.page_bytes / call.seconds / 1e9)
+                count, seconds = calls.popleft()
+                pages.append(count)
+                bandwidths.append(count * store.page_bytes / seconds / 1e9)
         return found
 
     def clear(self) -> None:
-        """Remove this rank's pages from the tiers; blocks, with the jobs' deadline.
+        """Remove this rank's pages from the tiers; blocks, at most until the jobs' deadline.
 
         Raises:
             NotImplementedError: A tier does not know its contents, or cannot remove single pages.
@@ -362,13 +340,8 @@ class KVOffloadHiCache(HiCacheStorage):
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _status_path(self) -> str | None:
-        """Return the socket's path; ranks except the first append their coordinates."""
-        path = self._options.status_socket or path_from_environment()
-        return None if path is None else f"{path}{self._rank_suffix()}"
-
     def _rank_suffix(self) -> str:
-        """Return the numbers of this rank that are not 0, such as `-tp1`."""
+        """Return this rank's non-zero coordinates as a suffix, such as `-tp1`."""
         config = self._config
         coordinates = {
             "dp": config.dp_rank,
@@ -379,21 +352,37 @@ class KVOffloadHiCache(HiCacheStorage):
         return "".join(f"-{name}{number}" for name, number in coordinates.items() if number)
 
     def _slowest(self) -> None:
-        """Return no requests: SGLang passes none to a storage backend."""
+        """Return None: SGLang passes no requests to a storage backend."""
 
-    def _guarded(self, keys: list[str], call: Callable[[PageStore], list[bool]]) -> list[bool]:
-        """Return the results of a call; all are False without a pool and after an error."""
-        store = self._store
-        if store is not None:
-            try:
-                return call(store)
-            except OffloadError as error:
-                logger.error("%d pages: %s", len(keys), text_of(error))  # noqa: TRY400 - expected
-        return [False] * len(keys)
+    def _move(
+        self, direction: Direction, keys: list[str], pages: torch.Tensor | list[torch.Tensor]
+    ) -> list[bool]:
+        """Store or load pages; return for each page whether it was transferred.
+
+        Args:
+            direction: Whether to store or to load.
+            keys: SGLang's keys.
+            pages: Indices of the pages' tokens in the pool, or a tensor for each page.
+        """
+        moved, store = [False] * len(keys), self._store
+        if store is None:
+            return moved
+        began_s = time.monotonic()
+        try:
+            if isinstance(pages, torch.Tensor):
+                moved = store.move_pages(direction, _keys(keys, _PAGES), pages)
+            else:
+                moved = store.move_tensors(direction, _keys(keys, _TENSORS), pages)
+        except OffloadError as error:
+            logger.error(  # noqa: TRY400 - expected
+                "%s of %d pages failed: %s", direction.name.lower(), len(keys), text_of(error)
+            )
+        self._calls[direction].append((sum(moved), time.monotonic() - began_s))
+        return moved
 
 
 def _keys(names: Sequence[str], group: int) -> list[OffloadKey]:
-    """Return keys for SGLang's, which are SHA-256 hashes as text, or longer texts."""
+    """Convert SGLang's keys, which are SHA-256 hashes as text or longer texts."""
     return [make_offload_key(_hash_of(name), group) for name in names]
 
 
@@ -409,7 +398,7 @@ def _hash_of(name: str) -> bytes:
 def _tensors(
     given: Sequence[torch.Tensor | None] | None, count: int, name: str
 ) -> list[torch.Tensor]:
-    """Return the tensors of a call of the generic interface; raises TypeError without them."""
+    """Return the tensors passed to the generic interface; raises TypeError if any is missing."""
     tensors = [tensor for tensor in given or () if isinstance(tensor, torch.Tensor)]
     if len(tensors) != count:
         raise TypeError(f"{name}: {count} tensors are needed, and {len(tensors)} were given")
@@ -417,7 +406,7 @@ def _tensors(
 
 
 def _kv_cache_dtype() -> str | None:
-    """Return the server's setting, which tells kinds of FP8 apart; None outside of a server."""
+    """Return the server's `kv_cache_dtype`, which names the kind of FP8; None without a server."""
     try:
         from sglang.srt.runtime_context import get_server_args  # noqa: PLC0415 - of newer releases
 

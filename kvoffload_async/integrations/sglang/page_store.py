@@ -1,4 +1,4 @@
-"""The pages of one host pool in tiers, for calls that block with a deadline.
+"""Stores the pages of one host pool in tiers, by blocking calls with a deadline.
 
 Stores and loads have rows of their own. A call gathers its pages into rows, or scatters them from
 rows, and the tiers' jobs access the rows only. So a call returns at the jobs' deadline although a
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
@@ -34,23 +34,20 @@ from kvoffload_async.types import BlockIds, OffloadKey, as_block_ids
 T = TypeVar("T")
 _NO_REPORT: Final = Ended(frozenset(), TierTimeoutError("the tiers did not report in time"))
 
-CopyRows = Callable[[Sequence[int], BlockIds], None]
-"""Copies between the pages at some positions of a call, and rows."""
-
 logger = logging.getLogger(__name__)
 
 _KEYS_AT_ONCE: Final = 4096
 _LOOK_AGAIN_S: Final = 0.1
-"""Seconds until pages are removed again that were in use."""
+"""Seconds until the removal of pages that were in use is retried."""
 _GRACE_S: Final = 5.0
-"""Seconds after a deadline of the tiers until a call gives up waiting for its report."""
+"""Seconds after the tiers' deadline until a call stops waiting for their report."""
 
 
 class _Staging:
-    """The part of the rows that one direction may take, and its copies. Thread-safe."""
+    """One direction's share of the staging rows, and its copies to or from them. Thread-safe."""
 
     def __init__(self, rows: HostRows, count: int, direction: Direction) -> None:
-        """Start the threads that copy; raises TierUnavailableError if that is impossible."""
+        """Start the copy threads; raises TierUnavailableError if they cannot be started."""
         self._rows = rows
         self._copies = RowCopies(rows)
         is_store = direction is Direction.STORE
@@ -61,10 +58,15 @@ class _Staging:
         self._is_given = Condition()
 
     def copy(self, rows: BlockIds, addresses: Numbers, sizes: Numbers) -> None:
-        """Copy pages between rows and memory; blocks until no byte moves any more.
+        """Copy pages between rows and the pool or tensors; blocks until the copy has ended.
 
         Native threads copy without the interpreter's lock. There is no timeout: copies in memory
         always end.
+
+        Args:
+            rows: The rows, `[n]`.
+            addresses: Address of each part of the pages, `[n, parts of a page]`.
+            sizes: Bytes of each part, `[parts of a page]`.
 
         Raises:
             ClosedError: The store was closed.
@@ -72,25 +74,25 @@ class _Staging:
         with self._lock:
             if self._is_closed:
                 raise ClosedError("the storage backend was closed")
-            self._copy(rows, addresses, sizes)
+            self._copy(rows, addresses, np.broadcast_to(sizes, addresses.shape))
 
     def take(self, most: int, timeout_s: float) -> BlockIds:
-        """Take up to `most` rows; none if this direction has all of its rows until the timeout."""
+        """Take up to `most` free rows; returns no rows if none becomes free before the timeout."""
         with self._is_given:
             self._is_given.wait_for(lambda: self._room, timeout_s)
             count = min(most, self._room)
             self._room -= count
-        return self._rows.take(count, 0) if count else as_block_ids(())
+        return self._rows.take(count)
 
     def give_back(self, rows: BlockIds, _at_rest: Future[None] | None = None) -> None:
-        """Return rows that no copy accesses."""
+        """Free rows that no copy accesses any more."""
         self._rows.give_back(rows)
         with self._is_given:
             self._room += len(rows)
             self._is_given.notify_all()
 
     def close(self) -> None:
-        """Wait for a running copy, and end the threads; idempotent."""
+        """Wait for a running copy, and end the copy threads; idempotent."""
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
@@ -98,7 +100,7 @@ class _Staging:
 
 
 class PageStore:
-    """Stores and loads pages of one pool. Thread-safe.
+    """Stores and loads the pages of one host pool. Thread-safe.
 
     A page that cannot be stored or loaded is reported as such; no method raises because of a tier.
 
@@ -110,7 +112,7 @@ class PageStore:
     def __init__(
         self, pages: PoolPages, tiers: Sequence[Mapping[str, Any]], most_pages: int, max_bytes: int
     ) -> None:
-        """Map the rows and open the tiers; blocks until they are open.
+        """Map the staging rows and open the tiers; blocks until they are open.
 
         Args:
             pages: The pool's pages.
@@ -146,67 +148,67 @@ class PageStore:
         guard_forks(self, _closing=Closing.closed(CloseReport()))
 
     def leading_run(self, keys: Sequence[OffloadKey]) -> int:
-        """Return how many of the first keys are stored; waits for the probes' deadline at most."""
+        """Return how many leading keys are stored; waits for the probes' deadline at most."""
         wanted = list(dict.fromkeys(keys))
         lookup = self.tiers.lookup(wanted, self._probe_timeout_s, stops_at_miss=True)
         answers = _awaited(lookup, self._probe_timeout_s) or ()
         present = {key for key, is_found in zip(wanted, answers, strict=False) if is_found}
         return next((index for index, key in enumerate(keys) if key not in present), len(keys))
 
-    def store_pages(self, keys: Sequence[OffloadKey], host_indices: torch.Tensor) -> list[bool]:
-        """Store pages of the pool; return for each whether it is stored.
+    def move_pages(
+        self, direction: Direction, keys: Sequence[OffloadKey], host_indices: torch.Tensor
+    ) -> list[bool]:
+        """Store or load pages of the pool; return for each page whether it was transferred.
+
+        Pages that could not be loaded are unchanged.
 
         Args:
+            direction: Whether to store or to load.
             keys: The keys.
             host_indices: Indices of the pages' tokens.
 
         Raises:
             StateError: The indices do not name a page for each key.
         """
-        copy = self._pool_copy(Direction.STORE, host_indices, len(keys))
-        return self._move(Direction.STORE, keys, copy)
+        addresses = self._pages.addresses(host_indices)
+        if len(addresses) != len(keys):
+            raise StateError(f"{len(keys)} keys, but indices of {len(addresses)} pages")
+        return self._move(direction, keys, addresses, self._pages.part_bytes)
 
-    def load_pages(self, keys: Sequence[OffloadKey], host_indices: torch.Tensor) -> list[bool]:
-        """Load pages into the pool; return for each whether it was loaded; others are unchanged.
-
-        Arguments and errors are those of `store_pages`.
-        """
-        copy = self._pool_copy(Direction.LOAD, host_indices, len(keys))
-        return self._move(Direction.LOAD, keys, copy)
-
-    def store_tensors(
-        self, keys: Sequence[OffloadKey], pages: Sequence[torch.Tensor]
+    def move_tensors(
+        self, direction: Direction, keys: Sequence[OffloadKey], pages: Sequence[torch.Tensor]
     ) -> list[bool]:
-        """Store tensors, one a page; return for each whether it is stored.
+        """Store or load pages as tensors, one per page; otherwise like `move_pages`.
 
         Raises:
-            StateError: A tensor has not the size of a page, or there is not one for each key.
+            StateError: A tensor has not the size of a page, is not contiguous although it is to be
+                loaded, or there is not one for each key.
         """
-        sources = [page.contiguous() for page in pages]
-        copy = self._tensor_copy(Direction.STORE, sources, len(keys))
-        return self._move(Direction.STORE, keys, copy)
-
-    def load_tensors(self, keys: Sequence[OffloadKey], pages: Sequence[torch.Tensor]) -> list[bool]:
-        """Load pages into tensors; return for each whether it was loaded; others are unchanged.
-
-        Raises:
-            StateError: A tensor has not the size of a page, is not contiguous, or there is not one
-                for each key.
-        """
-        copy = self._tensor_copy(Direction.LOAD, pages, len(keys))
-        return self._move(Direction.LOAD, keys, copy)
+        if len(pages) != len(keys):
+            raise StateError(f"{len(keys)} keys, but {len(pages)} pages")
+        page_bytes = self._pages.page_bytes
+        if direction is Direction.STORE:
+            pages = [page.contiguous() for page in pages]
+        for page in pages:
+            if page.nbytes != page_bytes or not page.is_contiguous() or page.device.type != "cpu":
+                raise StateError(
+                    f"a tensor of {page.nbytes} bytes on {page.device} is not a contiguous page of "
+                    f"{page_bytes} bytes in host memory"
+                )
+        addresses = np.array([[page.data_ptr()] for page in pages], np.int64)
+        return self._move(direction, keys, addresses, np.array([page_bytes], np.int64))
 
     def stats(self) -> OffloadingStatistics:
-        """Return the statistics of the tiers, with the rows as the primary's. Thread: any."""
+        """Return the tiers' statistics; the staging rows count as the primary. Thread: any."""
         return statistics_of([(self.tiers, self._rows)])
 
     @property
     def not_clearable(self) -> list[str]:
-        """The names of the tiers that do not know their contents, or cannot remove single pages."""
+        """Names of the tiers that cannot list their contents, or cannot remove single pages."""
         return sorted({*self.tiers.unlisted, *self.tiers.discard(())})
 
     def clear(self) -> None:
-        """Remove all pages that the tiers have; blocks. Pages stored meanwhile may stay.
+        """Remove all pages from the tiers; blocks. Pages stored meanwhile may stay.
 
         Raises:
             TierTimeoutError: At the jobs' deadline, a page was still there, or in use.
@@ -247,42 +249,25 @@ class PageStore:
     # -- inside -----------------------------------------------------------------------------------
 
     def _note_events(self, _tier: object, _events: object) -> None:
-        """Wake `clear`. Thread: the loop's."""
+        """Wake `clear`, because blocks were removed or added. Thread: the loop's."""
         with self._has_changed:
             self._has_changed.notify_all()
 
-    def _pool_copy(self, direction: Direction, host_indices: torch.Tensor, count: int) -> CopyRows:
-        addresses = self._pages.addresses(host_indices)
-        if len(addresses) != count:
-            raise StateError(f"{count} keys, but indices of {len(addresses)} pages")
-        return self._address_copy(direction, addresses, self._pages.part_bytes)
+    def _move(
+        self,
+        direction: Direction,
+        keys: Sequence[OffloadKey],
+        addresses: Numbers,
+        sizes: Numbers,
+    ) -> list[bool]:
+        """Run jobs, each of as many pages as rows are free, until a tier fails as a whole.
 
-    def _tensor_copy(
-        self, direction: Direction, pages: Sequence[torch.Tensor], count: int
-    ) -> CopyRows:
-        if len(pages) != count:
-            raise StateError(f"{count} keys, but {len(pages)} pages")
-        page_bytes = self._pages.page_bytes
-        for page in pages:
-            if page.nbytes != page_bytes or not page.is_contiguous() or page.device.type != "cpu":
-                raise StateError(
-                    f"a tensor of {page.nbytes} bytes on {page.device} is not a contiguous page of "
-                    f"{page_bytes} bytes in host memory"
-                )
-        addresses = np.array([[page.data_ptr()] for page in pages], np.int64)
-        return self._address_copy(direction, addresses, np.array([page_bytes], np.int64))
-
-    def _address_copy(self, direction: Direction, addresses: Numbers, sizes: Numbers) -> CopyRows:
-        staging = self._staging[direction]
-
-        def copy(positions: Sequence[int], rows: BlockIds) -> None:
-            part = addresses[positions]
-            staging.copy(rows, part, np.broadcast_to(sizes, part.shape))
-
-        return copy
-
-    def _move(self, direction: Direction, keys: Sequence[OffloadKey], copy: CopyRows) -> list[bool]:
-        """Run jobs of as many pages as rows are free, until a tier fails as a whole."""
+        Args:
+            direction: Whether to store or to load.
+            keys: The keys; of one that is named twice, the first page is stored, or all are loaded.
+            addresses: See `_Staging.copy`.
+            sizes: See `_Staging.copy`.
+        """
         staging, is_store = self._staging[direction], direction is Direction.STORE
         positions: dict[OffloadKey, list[int]] = {}
         for position, key in enumerate(keys):
@@ -294,12 +279,19 @@ class PageStore:
             transfer = None
             try:
                 if is_store:
-                    copy([positions[key][0] for key in part], rows)
+                    staging.copy(rows, addresses[[positions[key][0] for key in part]], sizes)
                 submit = self.tiers.store if is_store else self.tiers.load
                 transfer = submit(part, rows)
                 ended = _awaited(transfer.ended, self._job_timeout_s) or _NO_REPORT
-                if not is_store:
-                    _copy_landed(part, rows, ended.keys, positions, copy)
+                if not is_store and ended.keys:
+                    loaded = [
+                        (row, position)
+                        for key, row in zip(part, rows.tolist(), strict=True)
+                        if key in ended.keys
+                        for position in positions[key]
+                    ]
+                    found, targets = zip(*loaded, strict=True)
+                    staging.copy(as_block_ids(found), addresses[list(targets)], sizes)
             finally:
                 if transfer is None:
                     staging.give_back(rows)
@@ -311,26 +303,8 @@ class PageStore:
         return [key in landed for key in keys]
 
 
-def _copy_landed(
-    keys: Sequence[OffloadKey],
-    rows: BlockIds,
-    landed: Collection[OffloadKey],
-    positions: Mapping[OffloadKey, Sequence[int]],
-    copy: CopyRows,
-) -> None:
-    """Copy loaded rows to all positions of their keys."""
-    pairs = [
-        (position, row)
-        for key, row in zip(keys, rows.tolist(), strict=True)
-        if key in landed
-        for position in positions[key]
-    ]
-    if pairs:
-        copy([position for position, _ in pairs], as_block_ids([row for _, row in pairs]))
-
-
 def _awaited(future: Future[T], timeout_s: float) -> T | None:
-    """Return the result of a future that the tiers complete before a deadline; None if late."""
+    """Wait for a future that the tiers complete, and return its result; None if it is late."""
     try:
         return future.result(timeout_s + _GRACE_S)
     except TimeoutError:

@@ -1,4 +1,4 @@
-"""The pages of SGLang's host pool: where they lie, and what their bytes depend on.
+"""The pages of SGLang's host pool: their addresses, and the identity of their contents.
 
 A page consists of parts: with the layout `layer_first` K and V of each layer, with others fewer
 and larger ones.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ Numbers = npt.NDArray[np.int64]
 
 
 class PoolPages:
-    """The pages of one host pool.
+    """Addresses the pages of one host pool.
 
     Attributes:
         page_bytes: Bytes of a page.
@@ -36,7 +37,7 @@ class PoolPages:
     """
 
     def __init__(self, pool: Any) -> None:  # noqa: ANN401 - SGLang's HostKVCache
-        """Examine the pool.
+        """Examine the pages of the host pool.
 
         Raises:
             ConfigError: Its pages cannot be accessed.
@@ -70,7 +71,7 @@ class PoolPages:
         self.page_bytes = int(self.part_bytes.sum())
 
     def addresses(self, host_indices: torch.Tensor) -> Numbers:
-        """Return the address of each part of pages, shape `[pages, parts]`.
+        """Return the addresses of the parts of each page, shape `[pages, parts]`.
 
         Args:
             host_indices: Indices of the pages' tokens, shape `[pages * page_indices]`.
@@ -108,7 +109,7 @@ class Shard:
 
     @classmethod
     def of(cls, config: Any) -> Shard:  # noqa: ANN401 - SGLang's HiCacheStorageConfig
-        """Return the shard of a rank."""
+        """Return the shard that a rank's pages contain."""
         if not config.is_mla_model:
             shard, shards = config.tp_rank, config.tp_size
         else:
@@ -133,7 +134,7 @@ def identified(
     pages: PoolPages,
     kv_cache_dtype: str | None,
 ) -> dict[str, Any]:
-    """Return a tier's configuration, completed with the identity of its pages.
+    """Return a tier's configuration, completed with the identity of the pages.
 
     Args:
         tier: As the user gave it.
@@ -156,26 +157,17 @@ def identified(
             "dtype": str(pool.dtype).removeprefix("torch."),
             "kv_cache_dtype": kv_cache_dtype,
             "page_size": pages.page_indices,
-            "part_bytes": summary_of(pages),
+            "part_bytes": [  # run-length encoded
+                [size, len(list(run))] for size, run in groupby(pages.part_bytes.tolist())
+            ],
             "is_mla": config.is_mla_model,
             **shard.sizes,
         },
     }
 
 
-def summary_of(pages: PoolPages) -> list[list[int]]:
-    """Return the sizes of a page's parts, run-length encoded: pairs of bytes and count."""
-    runs: list[list[int]] = []
-    for size in pages.part_bytes.tolist():
-        if runs and runs[-1][0] == size:
-            runs[-1][1] += 1
-        else:
-            runs.append([size, 1])
-    return runs
-
-
 def check_sharing(tier: Mapping[str, Any], config: Any) -> None:  # noqa: ANN401 - SGLang's
-    """Check that all ranks with the same pages can use a tier.
+    """Check that all ranks with the same pages can share a tier.
 
     Raises:
         ConfigError: They cannot.

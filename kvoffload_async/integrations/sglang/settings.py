@@ -7,20 +7,18 @@ from dataclasses import dataclass
 from typing import Any, Final, Self
 
 from kvoffload_async.config import (
+    OffloadConfig,
     Options,
     option,
     or_none,
     parse_size_bytes,
     parse_socket_path,
     reject_unknown,
-    shown,
 )
-from kvoffload_async.errors import ConfigError
-from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tier
+from kvoffload_async.facade.plugged import tiers_under
+from kvoffload_async.facade.tier_factory import check_tiers
 
 EXTRA: Final = "hicache-storage-backend-extra-config"
-_DECIDED: Final = ("enable_kv_events", "model", "rank", "run_config")
-"""Options of a tier that SGLang's configuration or this integration determines."""
 _SGLANGS_OWN: Final = {
     "allocator",
     "backend_name",
@@ -36,23 +34,13 @@ _SGLANGS_OWN: Final = {
 """Keys that SGLang reads from the same mapping."""
 
 
-def parse_tiers(value: object, key: str) -> list[dict[str, Any]]:
-    """Return the configurations of the tiers, from one or from a list of them."""
-    tiers = value if isinstance(value, list | tuple) else [value]
-    if not tiers or not all(isinstance(tier, Mapping) for tier in tiers):
-        raise ConfigError(
-            f"{key}: {shown(value)} is not valid; it must be a tier, such as "
-            '{"type": "slab", "root_dir": "/kv", "capacity_bytes": "200GiB"}, or a list of tiers'
-        )
-    return [dict(tier) for tier in tiers if isinstance(tier, Mapping)]
-
-
 @dataclass(frozen=True, kw_only=True)
 class HiCacheOptions(Options):
     """The options in `--hicache-storage-backend-extra-config`, besides SGLang's own."""
 
-    tier: list[dict[str, Any]] = option(
-        parse_tiers, remedy='a tier, such as {"type": "fs", "root_dir": "/kv"}, or a list of tiers'
+    tier: tuple[Mapping[str, Any], ...] = option(
+        tiers_under("SGLang"),
+        remedy='a tier, such as {"type": "fs", "root_dir": "/kv"}, or a list of tiers',
     )
     """A tier, or a list of tiers. Pages are stored in all of them, and loaded from the first that
     has them."""
@@ -71,12 +59,6 @@ class HiCacheOptions(Options):
         """
         reject_unknown(given, cls.declared().keys() | _SGLANGS_OWN, EXTRA)
         options = cls.take(given)
-        for index, tier in enumerate(options.tier):
-            with naming_tier(index, tier, "tier"):
-                for key in _DECIDED:
-                    if key in tier:
-                        raise ConfigError(
-                            f"{key}: {shown(tier[key])} is determined by SGLang; leave it out"
-                        )
-                SecondaryTierFactory.check_config({**tier, "run_config": {"model_name": "model"}})
+        config = OffloadConfig(cpu_bytes_to_use=0, block_bytes=0, model="model")
+        check_tiers(options.tier, config, key="tier")
         return options

@@ -12,7 +12,7 @@ import importlib
 from typing import Any
 
 from kvoffload_async.integrations.vllm.options import NAMES_UNDER_VLLM
-from kvoffload_async.integrations.vllm.version import require_vllm
+from kvoffload_async.integrations.vllm.version import CONTRACT
 
 _HOMES = {
     **dict.fromkeys(NAMES_UNDER_VLLM, "kvoffload_async.integrations.vllm.tiers"),
@@ -26,7 +26,7 @@ def __getattr__(name: str) -> Any:  # noqa: ANN401 - a class of a module that is
     """Import the module that defines a name; raises ImportError without a supported vLLM."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    require_vllm(f"{__name__}.{name}")
+    CONTRACT.require(f"{__name__}.{name}")
     return getattr(importlib.import_module(_HOMES[name]), name)
 
 

@@ -1,4 +1,4 @@
-"""vLLM's offloading connector: reports failed loads, loses no stores, looks up in batches."""
+"""Extends vLLM's offloading connector: reports failed loads, loses no stores, batches lookups."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ABSENT = {LookupResult.MISS, LookupResult.RETRY}
 
 
 class BatchedLookups:
-    """Answers two methods of vLLM's scheduler, which ask its manager block by block.
+    """Batched versions of two lookup methods of vLLM's scheduler, which ask block by block.
 
     Call only from the scheduler's thread.
     """
@@ -29,7 +29,7 @@ class BatchedLookups:
         self._manager = manager
 
     def replace_in(self, scheduler: Any) -> None:  # noqa: ANN401 - vLLM's scheduler of offloading
-        """Answer for a scheduler from now on.
+        """Replace the two lookup methods of a scheduler.
 
         Not if its events describe themselves: then vLLM records each block that is looked up.
         """
@@ -45,7 +45,7 @@ class BatchedLookups:
         group_config: Any,  # noqa: ANN401 - not used
         start_chunk_idx: int,
     ) -> int | None:
-        """Return how many blocks from the first on can be loaded; None: ask again."""
+        """Return how many leading blocks can be loaded; None: ask again later."""
         blocks = keys if isinstance(keys, list) else list(keys)
         found, is_deferred = self._manager.lookup_prefix(blocks, req_context)
         return None if is_deferred else found
@@ -57,7 +57,7 @@ class BatchedLookups:
         req_context: base.ReqContext,
         initial_window_size: int | None = None,
     ) -> int | None:
-        """Return where the last run ends that a window can be loaded from; None: ask again.
+        """Return the end of the last run of blocks that fills a window; None: ask again later.
 
         A run at the start of `keys` may be shorter. Blocks are looked up from the right, up to the
         first one of the run. Behind the first gap, the run needs only `sliding_window_size` blocks.
@@ -115,7 +115,7 @@ class KVOffloadConnector(OffloadingConnector):
             self._again.prefetch(tuple(status.group_states[0].offload_keys), status.req_context)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:  # noqa: ANN401 - as above
-        """Return a step's jobs; have what a store left out offered again in the next step."""
+        """Return a step's jobs; blocks that a store left out are offered again in the next step."""
         manager = self._again
         if manager is None:
             return super().build_connector_meta(scheduler_output)
@@ -126,7 +126,7 @@ class KVOffloadConnector(OffloadingConnector):
         return meta
 
     def _offer_again(self, req_id: str, left_out: Collection[OffloadKey]) -> None:
-        """Move vLLM's marks of what a request has stored back before what was left out."""
+        """Reset vLLM's position after a request's stored chunks to the first chunk left out."""
         status = self.connector_scheduler._req_status[req_id]  # noqa: SLF001 - see version.py
         for group in status.group_states:
             stored = group.offload_keys[: group.next_stored_chunk_idx]
@@ -150,14 +150,14 @@ class KVOffloadConnector(OffloadingConnector):
         self._failing = worker
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:  # noqa: ANN401 - as above
-        """Start this step's loads, and remember their requests."""
+        """Start this step's loads, and record the requests that they belong to."""
         for job_id, job in self._connector_metadata.load_jobs.items():
             if not getattr(job, "sync", False):  # 0.33: the others are waited for in this step
                 self._loading[job_id] = job.req_id
         super().start_load_kv(forward_context, **kwargs)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return the requests whose transfers have ended, and those whose loads failed."""
+        """Return the requests whose transfers have ended, and the requests whose loads failed."""
         results = super().get_transfer_results(finished_req_ids)
         failed = self._failing.take_failed_loads() if self._failing is not None else set()
         results.failed_recving |= {self._loading[job_id] for job_id in failed}

@@ -50,26 +50,18 @@ class _Hints:
     value: Any
 
 
-_LOOKUP: Final = {
-    LookupResult.HIT: base.LookupResult.HIT,
-    LookupResult.MISS: base.LookupResult.MISS,
-    LookupResult.HIT_PENDING: base.LookupResult.HIT_PENDING,
-    LookupResult.RETRY: base.LookupResult.RETRY,
-}
+_LOOKUP: Final = {own: base.LookupResult[own.name] for own in LookupResult}
 _POLICY: Final = {
     OffloadPolicy.BLOCK_LEVEL: base.OffloadPolicy.CHUNK_LEVEL,
     OffloadPolicy.REQUEST_LEVEL: base.OffloadPolicy.REQUEST_LEVEL,
 }
-_MEDIUM: Final = {
-    Medium.CPU: base.Medium.CPU,
-    Medium.STORAGE: base.Medium.STORAGE,
-}
+_MEDIUM: Final = {own: base.Medium[own.name] for own in Medium}
 
 # -- from vLLM ----------------------------------------------------------------------------------
 
 
 def rows_of(primary_kv_view: memoryview) -> memoryview:
-    """Return the primary's buffer as bytes, shape `[num_slots, slot_bytes]`; to be released.
+    """Return a view of the primary as bytes, `[num_slots, slot_bytes]`; the caller releases it.
 
     Raises:
         StateError: The view is not two-dimensional and contiguous.
@@ -84,7 +76,7 @@ def rows_of(primary_kv_view: memoryview) -> memoryview:
 
 
 def request_of(context: base.ReqContext) -> ReqContext:
-    """Return this package's context of a request, cached in the state of vLLM's context."""
+    """Convert vLLM's context of a request to this package's, cached in the state of vLLM's."""
     known = context.get_state(ReqContext)
     if isinstance(known, ReqContext):
         return known
@@ -102,7 +94,7 @@ def request_of(context: base.ReqContext) -> ReqContext:
 
 
 def job_of(job: tiering.TransferJob) -> JobMetadata:
-    """Return a job, with a copy of its slots."""
+    """Convert vLLM's transfer job to this package's, with a copy of its slots."""
     return JobMetadata(
         job.job_id,
         tuple(job.keys),
@@ -113,19 +105,9 @@ def job_of(job: tiering.TransferJob) -> JobMetadata:
     )
 
 
-def locality_of(value: object) -> base.Locality | None:
-    """Return a tier's configured locality, None if not configured.
-
-    Raises:
-        ConfigError: The value is not a locality.
-    """
-    if value is None:
-        return None
-    try:
-        return base.Locality(value)
-    except ValueError as error:
-        names = ", ".join(member.value for member in base.Locality)
-        raise ConfigError(f"locality: {error}; allowed: {names}") from error
+def locality_of(locality: Locality | None) -> base.Locality | None:
+    """Convert a tier's locality to vLLM's; None stays None."""
+    return None if locality is None else base.Locality(locality.value)
 
 
 def file_mapper_of(
@@ -154,17 +136,17 @@ def file_mapper_of(
 
 
 def lookup_result(result: LookupResult) -> base.LookupResult:
-    """Convert the result of a lookup."""
+    """Convert the result of a lookup to vLLM's type."""
     return _LOOKUP[result]
 
 
 def offloading_context(context: RequestOffloadingContext) -> base.RequestOffloadingContext:
-    """Convert a tier's choice of a request's blocks."""
+    """Convert a tier's offloading policy for a request to vLLM's type."""
     return base.RequestOffloadingContext(_POLICY[context.policy])
 
 
 def job_result(result: JobResult, keys: Sequence[OffloadKey]) -> tiering.JobResult:
-    """Convert a job's result; successful keys are in the order of `keys`."""
+    """Convert a job's result to vLLM's type; successful keys are in the order of `keys`."""
     landed = result.successful_keys
     return tiering.JobResult(
         job_id=result.job_id,
@@ -176,7 +158,7 @@ def job_result(result: JobResult, keys: Sequence[OffloadKey]) -> tiering.JobResu
 
 
 def event(event: OffloadingEvent, locality: base.Locality | None) -> base.OffloadingEvent:
-    """Convert an event of a tier of this locality."""
+    """Convert an event of a tier with this locality to vLLM's type."""
     return base.OffloadingEvent(
         keys=list(event.keys),
         medium=_MEDIUM[event.medium],
@@ -187,20 +169,19 @@ def event(event: OffloadingEvent, locality: base.Locality | None) -> base.Offloa
     )
 
 
-def counter_definitions(
-    documentation: Mapping[str, str], labels: tuple[str, ...]
+def definitions(
+    kind: type[base.OffloadingMetricMetadata], documentation: Mapping[str, str], *labels: str
 ) -> dict[str, base.OffloadingMetricMetadata]:
-    """Return definitions of counters with common labels, from their help texts."""
+    """Return vLLM's definitions of metrics of one kind with common labels, from help texts."""
     return {
-        name: base.OffloadingCounterMetadata(documentation=text, labelnames=labels)
-        for name, text in documentation.items()
+        name: kind(documentation=text, labelnames=labels) for name, text in documentation.items()
     }
 
 
 def counter_stats(
     counted: Iterable[tuple[str, tuple[str, ...], int]],
 ) -> OffloadingConnectorStats | None:
-    """Return vLLM's stats from (counter, label values, increment); None if there are none."""
+    """Return vLLM's stats from tuples (counter, label values, increment); None if empty."""
     stats: Any = OffloadingConnectorStats()
     for name, labels, amount in counted:
         stats.increase_counter(name, amount, labels)
@@ -214,7 +195,7 @@ _HAS_METADATA_ONLY: Final = "metadata_only" in base.OffloadingEvent.__dataclass_
 
 
 def tier_filter(given: base.TierFilter) -> LoadTierFilter:
-    """Convert the filter of tiers that a request may load from."""
+    """Convert vLLM's filter of the tiers that a request may load from."""
     return frozenset(
         TierMatcher(
             None if matcher.medium is None else Medium(matcher.medium.value),
@@ -225,12 +206,12 @@ def tier_filter(given: base.TierFilter) -> LoadTierFilter:
 
 
 def schedule_end(context: base.ScheduleEndContext) -> ScheduleEndContext:
-    """Convert the events of a scheduler step."""
+    """Convert vLLM's end of a scheduler step: new and preempted requests."""
     return ScheduleEndContext(context.new_req_ids, context.preempted_req_ids)
 
 
 def transfer(device: base.GPULoadStoreSpec, host: base.LoadStoreSpec) -> TransferJobSpec:
-    """Return one copy between device blocks and slots, in either direction."""
+    """Convert vLLM's copy between device blocks and slots, in either direction."""
     return TransferJobSpec(
         GPULoadStoreSpec(
             as_block_ids(device.block_ids),
@@ -272,12 +253,12 @@ def kv_layout(kv_caches: base.CanonicalKVCaches, blocks_per_chunk: int) -> KVLay
 
 
 def load_store_spec(spec: CPULoadStoreSpec) -> cpu.CPULoadStoreSpec:
-    """Convert slots for the transfer to the workers."""
+    """Convert a transfer's slots to vLLM's type, which is sent to the workers."""
     return cpu.CPULoadStoreSpec(spec.block_ids.tolist())
 
 
 def prepare_store_output(output: PrepareStoreOutput) -> base.PrepareStoreOutput:
-    """Convert the result of `prepare_store`."""
+    """Convert the result of `prepare_store` to vLLM's type."""
     return base.PrepareStoreOutput(
         keys_to_store=list(output.keys_to_store),
         store_spec=load_store_spec(output.store_spec),
@@ -286,7 +267,7 @@ def prepare_store_output(output: PrepareStoreOutput) -> base.PrepareStoreOutput:
 
 
 def transfer_result(result: TransferResult) -> base.TransferResult:
-    """Convert the end of a job, always as a success: vLLM accepts nothing else."""
+    """Convert a worker's job result, always to a success: vLLM accepts no failures."""
     return base.TransferResult(
         job_id=result.job_id,
         success=True,
@@ -296,33 +277,14 @@ def transfer_result(result: TransferResult) -> base.TransferResult:
 
 
 def events(given: Iterable[OffloadingEvent]) -> Iterator[base.OffloadingEvent]:
-    """Convert events of the primary and its tiers; events unknown to vLLM are skipped."""
+    """Convert events of the primary and its tiers to vLLM's; events unknown to vLLM are skipped."""
     for one in given:
         if one.metadata_only and not _HAS_METADATA_ONLY:
             continue  # these blocks were never announced as stored
-        locality = None if one.locality is None else base.Locality(one.locality.value)
-        made = event(one, locality)
+        made = event(one, locality_of(one.locality))
         if _HAS_METADATA_ONLY:
             made.metadata_only = one.metadata_only
         yield made
-
-
-def gauge_definitions(
-    documentation: Mapping[str, str], labels: tuple[str, ...]
-) -> dict[str, base.OffloadingMetricMetadata]:
-    """Return definitions of gauges with common labels, from their help texts."""
-    return {
-        name: base.OffloadingGaugeMetadata(documentation=text, labelnames=labels)
-        for name, text in documentation.items()
-    }
-
-
-def block_histogram_definition(
-    name: str, documentation: str
-) -> dict[str, base.OffloadingMetricMetadata]:
-    """Return the definition of a histogram of block counts."""
-    buckets = tuple(float(4**power) for power in range(10))
-    return {name: base.OffloadingHistogramMetadata(documentation=documentation, buckets=buckets)}
 
 
 def engine_stats(
@@ -348,7 +310,7 @@ _OWN_LOCALITY: Final = {base.Locality(own.value): own for own in Locality}
 
 
 def context_of(request: ReqContext) -> base.ReqContext:
-    """Return vLLM's context of a request, cached in the state of this package's context.
+    """Convert this package's context of a request to vLLM's, cached in the former's state.
 
     It is not the one that vLLM's scheduler has: each of the two would keep the other alive.
     """
@@ -363,7 +325,7 @@ def context_of(request: ReqContext) -> base.ReqContext:
 
 
 def transfer_job(job: JobMetadata) -> tiering.TransferJob:
-    """Convert a job; its slots are read-only."""
+    """Convert this package's job to vLLM's transfer job; its slots are read-only."""
     return tiering.TransferJob(
         job.job_id,
         job.keys,
@@ -375,13 +337,13 @@ def transfer_job(job: JobMetadata) -> tiering.TransferJob:
 
 
 def step_end(context: ScheduleEndContext | None) -> base.ScheduleEndContext:
-    """Convert the events of a scheduler step."""
+    """Convert the end of a scheduler step to vLLM's type."""
     given = context or ScheduleEndContext()
     return base.ScheduleEndContext(given.new_req_ids, given.preempted_req_ids)
 
 
 def own_location(manager: tiering.SecondaryTierManager) -> tuple[Medium, Locality]:
-    """Return where a manager's blocks are: in local storage, unless it says otherwise."""
+    """Return the medium and locality of vLLM's tier manager; local storage by default."""
     return (
         _OWN_MEDIUM.get(manager.medium, Medium.STORAGE),
         _OWN_LOCALITY.get(getattr(manager, "locality", None), Locality.LOCAL),
@@ -393,12 +355,12 @@ def own_location(manager: tiering.SecondaryTierManager) -> tuple[Medium, Localit
 
 
 def own_lookup(answer: Any) -> Any:  # noqa: ANN401 - see above
-    """Convert the answer of a tier's lookup."""
+    """Convert the lookup result of vLLM's tier."""
     return _OWN_LOOKUP.get(answer, answer)
 
 
 def own_offloading_context(context: base.RequestOffloadingContext) -> RequestOffloadingContext:
-    """Convert a tier's choice of a request's blocks."""
+    """Convert the offloading policy of vLLM's tier for a request."""
     is_request_level = context.policy is base.OffloadPolicy.REQUEST_LEVEL
     return RequestOffloadingContext(
         OffloadPolicy.REQUEST_LEVEL if is_request_level else OffloadPolicy.BLOCK_LEVEL
@@ -406,7 +368,7 @@ def own_offloading_context(context: base.RequestOffloadingContext) -> RequestOff
 
 
 def own_result(result: Any) -> Any:  # noqa: ANN401 - see above
-    """Convert a tier's report of a job's end."""
+    """Convert the job result of vLLM's tier."""
     with suppress(AttributeError, TypeError):
         landed = result.successful_keys
         return JobResult(
@@ -420,7 +382,7 @@ def own_result(result: Any) -> Any:  # noqa: ANN401 - see above
 
 
 def own_event(event: Any) -> Any:  # noqa: ANN401 - see above
-    """Convert an event of a tier."""
+    """Convert an event of vLLM's tier."""
     with suppress(AttributeError, KeyError, TypeError):
         return OffloadingEvent(
             tuple(event.keys),

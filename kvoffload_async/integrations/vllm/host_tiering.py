@@ -26,12 +26,12 @@ from kvoffload_async.errors import ConfigError
 
 
 class HostTieringOffloadingSpec(TieringOffloadingSpec):
-    """Accepts the options of vLLM's spec, except `canonical_layout`."""
+    """vLLM's spec for host memory; accepts its options, except `canonical_layout`."""
 
     _worker: base.OffloadingWorker | None
 
     def get_manager(self) -> base.OffloadingManager:
-        """Return vLLM's manager; the shared region's file is removed by then.
+        """Return vLLM's manager; the file of the shared region has been removed by then.
 
         vLLM creates its scheduler after its workers, so all of them have mapped the region when the
         manager has. If the manager itself created the region, no worker has joined it yet.
@@ -44,7 +44,7 @@ class HostTieringOffloadingSpec(TieringOffloadingSpec):
         return manager
 
     def get_worker(self, kv_caches: base.CanonicalKVCaches) -> base.OffloadingWorker:
-        """Return the worker of this process.
+        """Return this process's worker for a KV cache in host memory.
 
         Raises:
             ConfigError: The tensors are on a device, or `canonical_layout` is set.
@@ -111,7 +111,7 @@ class HostWorker(base.OffloadingWorker):
     def submit_store(
         self, job_id: int, src_spec: base.GPULoadStoreSpec, dst_spec: base.LoadStoreSpec
     ) -> bool:
-        """Copy blocks into chunks."""
+        """Copy blocks of the KV cache into chunks of the shared region."""
         return self._copy(job_id, src_spec, dst_spec, is_store=True)
 
     def submit_load(
@@ -121,11 +121,11 @@ class HostWorker(base.OffloadingWorker):
         dst_spec: base.GPULoadStoreSpec,
         expedited: bool = False,
     ) -> bool:
-        """Copy chunks into blocks."""
+        """Copy chunks of the shared region into blocks of the KV cache."""
         return self._copy(job_id, dst_spec, src_spec, is_store=False)
 
     def get_finished(self) -> list[base.TransferResult]:
-        """Return the jobs submitted since the last call."""
+        """Return the results of the jobs submitted since the last call."""
         ended, self._ended = self._ended, []
         return ended
 

@@ -19,10 +19,12 @@ import hashlib
 import json
 import logging
 import os
-import threading
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Self, cast
 
 import vllm
@@ -37,9 +39,14 @@ from kvoffload_async.facade.tier_options import options_of
 from kvoffload_async.fingerprint import fingerprint_files
 from kvoffload_async.integrations.vllm import settings
 from kvoffload_async.integrations.vllm.convert import file_mapper_of
-from kvoffload_async.integrations.vllm.internals import ConnectorArguments
+from kvoffload_async.integrations.vllm.internals import (
+    ConnectorArguments,
+    connector_arguments,
+    require_one_host,
+)
 from kvoffload_async.integrations.vllm.options import IdentityOptions
-from kvoffload_async.integrations.vllm.process_folder import ProcessFolder
+from kvoffload_async.runtime.helper_thread import answered
+from kvoffload_async.runtime.process_folder import ProcessFolder
 
 _FROM_FILES: Final = frozenset(
     {
@@ -66,7 +73,7 @@ _ALL_FORMATS: Final = frozenset({"gguf", "npcache", "pt"})
 _PROCESSORS: Final = frozenset(
     {"preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"}
 )
-"""Preprocessing of images, audio and video to tokens and embeddings."""
+"""Files that configure the preprocessing of images, audio and video."""
 
 _LENGTHS: Final = (8192, 32768)
 """Values of `max_model_len` above which some of vLLM's models compute differently."""
@@ -88,7 +95,7 @@ class Fingerprint:
 
 
 def fingerprint_model(vllm_config: Any, timeout_s: float = _TIMEOUT_S) -> Fingerprint:  # noqa: ANN401 - vLLM's VllmConfig
-    """Return the fingerprint of configuration and weights; equal ones compute equal KV values.
+    """Return the fingerprint of configuration and weights, which determine the KV values.
 
     Args:
         vllm_config: vLLM's resolved configuration, with all overrides applied.
@@ -96,28 +103,19 @@ def fingerprint_model(vllm_config: Any, timeout_s: float = _TIMEOUT_S) -> Finger
 
     May be called from any thread. Blocks on file I/O.
     """
-    found: list[Fingerprint] = []
-
-    def run() -> None:
-        try:
-            found.append(Fingerprint(_digest(vllm_config)))
-        except ConfigError as error:
-            found.append(Fingerprint(unknown=str(error)))
-        except Exception as error:  # noqa: BLE001 - a plugin's configuration may raise anything
-            found.append(Fingerprint(unknown=f"{type(error).__name__}: {error}"))
-
-    thread = threading.Thread(target=run, name="kvoffload-fingerprint", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    return (
-        found[0]
-        if found
-        else Fingerprint(unknown=f"the model's files could not be read within {timeout_s} s")
-    )
+    try:
+        return Fingerprint(answered(partial(_digest, vllm_config), timeout_s))
+    except TimeoutError:
+        reason = f"the model's files could not be read within {timeout_s} s"
+    except ConfigError as error:
+        reason = str(error)
+    except Exception as error:  # noqa: BLE001 - a plugin's configuration may raise anything
+        reason = f"{type(error).__name__}: {error}"
+    return Fingerprint(unknown=reason)
 
 
 def _digest(vllm_config: Any) -> str:  # noqa: ANN401 - vLLM's
-    """Return the digest of the content; raises ConfigError if some of it is unknown."""
+    """Return the digest of the model's content; raises ConfigError if some of it is unknown."""
     for reason in settings.unknowable(vllm_config):
         raise ConfigError(reason)
     models = list(_models_of(vllm_config))
@@ -128,13 +126,20 @@ def _digest(vllm_config: Any) -> str:  # noqa: ANN401 - vLLM's
         "environment": _environment(),
         "settings": settings.folded(vllm_config),
         "lengths": [_lengths_passed(model) for model, _ in models],
-        "files": [_files_of(model, load) for model, load in models],
+        "files": [
+            fingerprint_files(
+                _local_path(model, load),
+                all_formats=_load_format(load) in _ALL_FORMATS,
+                also=_PROCESSORS if model.multimodal_config is not None else (),
+            )
+            for model, load in models
+        ],
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _environment() -> dict[str, str]:
-    """Return the environment variables that the fingerprint covers; raises ConfigError."""
+    """Return the fingerprinted environment variables; raises ConfigError if one names a file."""
     found = settings.environment(os.environ, envs.environment_variables)
     for name, value in found.items():
         if not value.isdigit() and os.path.exists(value):  # noqa: PTH110 - as text
@@ -153,7 +158,7 @@ def _models_of(vllm_config: Any) -> Iterator[tuple[Any, Any]]:  # noqa: ANN401 -
 
 
 def _check_sources(model: Any) -> None:  # noqa: ANN401 - vLLM's ModelConfig
-    """Check that a model is complete in its folder; raises ConfigError."""
+    """Check that everything a model consists of is in its folder; raises ConfigError."""
     overrides = model.hf_overrides if isinstance(model.hf_overrides, Mapping) else {}
     if "quantization_config_file" in overrides:
         raise ConfigError("hf_overrides has a quantization_config_file, which is not fingerprinted")
@@ -177,14 +182,6 @@ def _lengths_passed(model: Any) -> list[bool]:  # noqa: ANN401 - vLLM's ModelCon
     known = [getattr(text, name, None) for name in names]
     known += [rope.get(name) for name in names] if isinstance(rope, Mapping) else []
     return [model.max_model_len > limit for limit in (*known, *_LENGTHS) if isinstance(limit, int)]
-
-
-def _files_of(model: Any, load: Any) -> str:  # noqa: ANN401 - vLLM's ModelConfig and LoadConfig
-    return fingerprint_files(
-        _local_path(model, load),
-        all_formats=_load_format(load) in _ALL_FORMATS,
-        also=_PROCESSORS if model.multimodal_config is not None else (),
-    )
 
 
 def _load_format(load: Any) -> str:  # noqa: ANN401 - vLLM's LoadConfig
@@ -219,19 +216,6 @@ def _snapshot(repo_id: str, revision: str | None, download_dir: str | None) -> s
 logger = logging.getLogger(__name__)
 
 
-def warn_of_capacity(tier_type: str, options: Mapping[str, Any]) -> None:
-    """Warn if a tier is to bound a directory that vLLM's own tier may use as well."""
-    capacity = options.get("capacity_bytes")
-    if capacity is not None:
-        logger.warning(
-            "%s: capacity_bytes: %s does not bound what vLLM's own fs tier writes to the directory "
-            "(trust_vllm_directory), and this tier evicts vLLM's blocks; leave capacity_bytes out "
-            "unless vLLM's tier no longer writes there",
-            tier_type,
-            capacity,
-        )
-
-
 _VLLM_LAYOUT: Final = "LBHNC"
 """Order of dimensions requested by vLLM's connector: layer, block, head, token, content."""
 
@@ -252,73 +236,41 @@ class Identity:
     rank: int
     unknown: str = ""
 
-    def complete(
-        self,
-        name: str,
-        tier: Mapping[str, Any],
-        options: IdentityOptions,
-        content: ModelContent,
-        *,
-        replica: int,
-    ) -> tuple[dict[str, Any], list[ProcessFolder]]:
-        """Return a tier's configuration with identity and location of its blocks.
-
-        If the model's content is unknown, the blocks are of this process: in a folder of its own,
-        which is returned as well, or under names of their own.
-
-        Args:
-            name: Name of the tier in log lines.
-            tier: Configuration of a tier of this package.
-            options: Its identity options.
-            content: The model's content.
-            replica: Number of the data-parallel replica.
-        """
-        if "root_dir" not in tier:
-            if self.unknown:
-                content.warn_of_unknown(name, "names of their own")
-            return {**tier, "run_config": of_this_process(self), "rank": self.rank}, []
-        trust = options.trust_vllm_directory
-        if trust:
-            warn_of_capacity(name, tier)
-        folders = [ProcessFolder(tier["root_dir"])] if self.unknown else []
-        for folder in folders:
-            content.warn_of_unknown(name, folder.path)
-        return {
-            **SecondaryTierFactory.host_defaults(tier),
-            **({"trust_vllm_directory": True} if trust else {}),
-            **tier,
-            "root_dir": folders[0].path if folders else tier["root_dir"],
-            "run_config": self.run_config,
-            "rank": replica if SecondaryTierFactory.is_private(tier) else self.rank,
-        }, folders
-
 
 class ModelContent:
-    """The fingerprint of a connector's model, computed once on demand."""
+    """The fingerprint of a connector's model, computed once on demand, for all tiers of a spec.
+
+    Attributes:
+        arguments: The connector's; None if they are not accessible.
+        tier_types: Number of open tiers by type.
+    """
 
     def __init__(self, arguments: ConnectorArguments | None) -> None:
-        self._arguments = arguments
+        self.arguments = arguments
+        self.tier_types: Counter[str] = Counter()
         self._found: Fingerprint | None = None
         self._is_warned_of = False
 
     @classmethod
-    def of(cls, offloading_spec: base.OffloadingSpec, arguments: ConnectorArguments | None) -> Self:
-        """Return the instance shared by all tiers of a spec."""
-        known = vars(offloading_spec).setdefault("_kvoffload_model_content", cls(arguments))
-        return cast("Self", known)
+    def of(cls, spec: base.OffloadingSpec) -> Self:
+        """Return the instance shared by all tiers of a spec.
+
+        Call it first while vLLM creates the connector; see `connector_arguments`.
+
+        Raises:
+            ConfigError: The ranks of a replica are on several hosts.
+        """
+        known = vars(spec)
+        if "_kvoffload_content" not in known:
+            arguments = connector_arguments(spec.config.extra_config)
+            require_one_host(arguments)
+            known["_kvoffload_content"] = cls(arguments)
+        return cast("Self", known["_kvoffload_content"])
 
     def reason_to_change(self) -> str:
-        """Return why the content may change at run time; empty if it cannot."""
-        config = None if self._arguments is None else self._arguments.vllm_config
-        return next(settings.refused(config), "") if config is not None else ""
-
-    def check_stays(self) -> None:
-        """Check that the content cannot change at run time; raises ConfigError."""
-        if reason := self.reason_to_change():
-            raise ConfigError(
-                f"type: the tier might serve KV of other weights, because "
-                f"{reason}; remove the tier, or set its fingerprint if the weights never change"
-            )
+        """Return why the model's content may change at run time; empty if it cannot."""
+        config = None if self.arguments is None else self.arguments.vllm_config
+        return next(settings.refused(config), "")
 
     def warn_of_unknown(self, tier_type: str, folder: str) -> None:
         """Warn once that blocks do not outlive the process, and how to change that."""
@@ -333,12 +285,12 @@ class ModelContent:
         logger.info("tier %s: blocks are kept in %s, for this process only", tier_type, folder)
 
     def fingerprint(self) -> Fingerprint:
-        """Return the fingerprint; the first call may block on file I/O."""
+        """Return the model's fingerprint; the first call may block on file I/O."""
         if self._found is None:
-            if self._arguments is None:
+            if self.arguments is None:
                 self._found = Fingerprint(unknown="vLLM's configuration is not accessible")
             else:
-                self._found = fingerprint_model(self._arguments.vllm_config)
+                self._found = fingerprint_model(self.arguments.vllm_config)
         return self._found
 
 
@@ -376,18 +328,76 @@ def identify(
         run_config["namespace"] = options.namespace
     if options.fingerprint is not None:
         return Identity(run_config | {"given_fingerprint": options.fingerprint}, mapper.rank)
-    if not must_stay and (reason := content.reason_to_change()):
-        return Identity(run_config, mapper.rank, reason)
-    content.check_stays()
+    if reason := content.reason_to_change():
+        if not must_stay:
+            return Identity(run_config, mapper.rank, reason)
+        raise ConfigError(
+            f"type: the tier might serve KV of other weights, because {reason}; remove the tier, "
+            "or set its fingerprint if the weights never change"
+        )
     found = content.fingerprint()
     return Identity(run_config | {"fingerprint": found.digest}, mapper.rank, found.unknown)
+
+
+def completed(
+    tier: Mapping[str, Any],
+    spec: base.OffloadingSpec,
+    options: IdentityOptions,
+    layout: str,
+    folders: ExitStack,
+    *,
+    name: str,
+) -> dict[str, Any]:
+    """Complete the configuration of this package's tier with its blocks' identity and folder.
+
+    If the model's content is unknown, the blocks are of this process: in a folder of its own, or
+    under names of their own.
+
+    Args:
+        tier: The configuration.
+        spec: vLLM's spec.
+        options: The tier's identity options.
+        layout: Digest of a row's layout; see `row_layout`.
+        folders: Removes the folder when it is closed.
+        name: Name of the tier in log lines.
+
+    Raises:
+        ConfigError: See `identify`; or the folder cannot be created.
+    """
+    content = ModelContent.of(spec)
+    identity = identify(spec, options, layout, content)
+    if "root_dir" not in tier:
+        if identity.unknown:
+            content.warn_of_unknown(name, "names of their own")
+        return {**tier, "run_config": of_this_process(identity), "rank": identity.rank}
+    known: dict[str, Any] = {**SecondaryTierFactory.host_defaults(tier)}
+    if options.trust_vllm_directory:
+        known["trust_vllm_directory"] = True
+        if tier.get("capacity_bytes") is not None:
+            logger.warning(
+                "%s: capacity_bytes: %s does not bound what vLLM's own fs tier writes to the "
+                "directory (trust_vllm_directory), and this tier evicts vLLM's blocks; leave "
+                "capacity_bytes out unless vLLM's tier no longer writes there",
+                name,
+                tier["capacity_bytes"],
+            )
+    root_dir, rank = tier["root_dir"], identity.rank
+    if identity.unknown:
+        folder = ProcessFolder(root_dir)
+        folders.callback(folder.close)
+        root_dir = folder.path
+        content.warn_of_unknown(name, root_dir)
+    if SecondaryTierFactory.is_private(tier):
+        rank = spec.config.parallel.data_parallel_index
+    known |= tier
+    return known | {"root_dir": root_dir, "run_config": identity.run_config, "rank": rank}
 
 
 # -- inside -------------------------------------------------------------------------------------
 
 
 def _check_trust(config: OffloadingConfig, mapper: FileMapper) -> None:
-    """Check that vLLM's name determines the layout of a row; raises ConfigError."""
+    """Check that the name of vLLM's directory determines a row's layout; raises ConfigError."""
     parallel, kv_layout = config.parallel, config.kv_cache_layout
     if kv_layout not in {None, _VLLM_LAYOUT}:
         raise ConfigError(
@@ -420,18 +430,17 @@ def takes_identity(tier: Mapping[str, Any]) -> bool:
 
 
 def identified(
-    tier: Mapping[str, Any], spec: base.OffloadingSpec, layout: str, content: ModelContent
+    tier: Mapping[str, Any], spec: base.OffloadingSpec, layout: str
 ) -> Mapping[str, Any]:
-    """Return an external tier's configuration, completed with the identity of its blocks.
+    """Complete an external tier's configuration with the identity of its blocks.
 
     Args:
         tier: The tier's configuration; its values take precedence.
         spec: vLLM's spec.
         layout: Digest of a row's layout.
-        content: The model's content.
     """
     options = IdentityOptions(tier.get("namespace"), tier.get("fingerprint"))
-    identity = identify(spec, options, layout, content, must_stay=False)
+    identity = identify(spec, options, layout, ModelContent.of(spec), must_stay=False)
     return {"run_config": of_this_process(identity), "rank": identity.rank, **tier}
 
 

@@ -1,4 +1,4 @@
-"""State of vLLM that its interfaces do not pass: its configuration, and the positions of keys.
+"""Access to vLLM's state outside its interfaces: its configuration, and the positions of keys.
 
 vLLM passes a spec, and through it a tier, a summary that lacks most settings that keys and values
 depend on. But it creates both while it creates the connector, which receives the complete
@@ -15,12 +15,15 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.types import OffloadKey, ReqContext
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload import base
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,7 @@ class RegisteredLayer:
 
 @dataclass(frozen=True, slots=True)
 class ConnectorArguments:
-    """The connector's arguments.
+    """The arguments with which vLLM creates the connector.
 
     Attributes:
         vllm_config: vLLM's `VllmConfig`, resolved.
@@ -99,16 +102,8 @@ def require_one_host(arguments: ConnectorArguments | None) -> None:
         )
 
 
-class VLLMContext(Protocol):
-    """The part of vLLM's request context used here."""
-
-    def get_offload_key_position(self, key: OffloadKey) -> int | None:
-        """Return the end token of a key's block, or None if unknown."""
-        ...
-
-
-def share_positions(context: VLLMContext, request: ReqContext) -> None:
-    """Let a new request share vLLM's own dictionary of positions, including later additions.
+def share_positions(context: base.ReqContext, request: ReqContext) -> None:
+    """Let a new request use vLLM's dictionary of key positions, which vLLM keeps extending.
 
     Has no effect if vLLM stores positions differently. The dictionary is never modified here.
 
@@ -119,7 +114,9 @@ def share_positions(context: VLLMContext, request: ReqContext) -> None:
         request.key_positions = positions
 
 
-def take_positions(keys: Iterable[OffloadKey], context: VLLMContext, request: ReqContext) -> None:
+def take_positions(
+    keys: Iterable[OffloadKey], context: base.ReqContext, request: ReqContext
+) -> None:
     """Copy the keys' positions from vLLM, unless the request shares vLLM's dictionary."""
     if request.key_positions is _positions_of(context):
         return
@@ -129,6 +126,6 @@ def take_positions(keys: Iterable[OffloadKey], context: VLLMContext, request: Re
             request.key_positions[key] = position
 
 
-def _positions_of(context: VLLMContext) -> dict[OffloadKey, int] | None:
+def _positions_of(context: base.ReqContext) -> dict[OffloadKey, int] | None:
     positions = getattr(context, "_offload_key_positions", None)
     return positions if isinstance(positions, dict) else None

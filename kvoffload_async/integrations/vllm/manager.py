@@ -10,7 +10,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import Offl
 from vllm.v1.kv_offload import base
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvoffload_async.core.primary import BlockState
 from kvoffload_async.errors import OffloadError
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.integrations.vllm import convert
@@ -30,7 +29,7 @@ from kvoffload_async.types import (
 def hold_removals(
     events: Sequence[OffloadingEvent], is_rewritten: Callable[[OffloadKey], bool]
 ) -> tuple[list[OffloadingEvent], list[OffloadingEvent]]:
-    """Split off removals from the primary that must be announced later.
+    """Separate the removals of blocks being rewritten, which are announced later, from `events`.
 
     vLLM records a block's metadata when it schedules the block's write. If the removal of the
     block's previous copy is announced after that, vLLM's tracker drops the new metadata, and the
@@ -84,7 +83,7 @@ class KVOffloadManager(base.OffloadingManager):
         *,
         offers_again: bool = False,
     ) -> None:
-        """Create the adapter.
+        """Create the adapter of `manager`.
 
         Args:
             manager: The manager; owned by this object.
@@ -104,7 +103,7 @@ class KVOffloadManager(base.OffloadingManager):
         self._left_out: dict[str, Sequence[OffloadKey]] = {}
         self._running: dict[str, ReqContext] = {}
         self._stale_until: dict[str, int] = {}
-        """Prompt position at the last reset, by request that was running then."""
+        """Prompt positions at the last reset, of the requests that were running then."""
         self._promoted: dict[str, set[OffloadKey]] = {}
         self._promotion_source = _source_of(tier.medium for tier in manager.planner.tiers)
         self._jobs_in_flight = 0
@@ -126,7 +125,7 @@ class KVOffloadManager(base.OffloadingManager):
         self.manager.prefetch(keys, convert.request_of(req_context))
 
     def on_request_finished(self, req_context: base.ReqContext) -> None:
-        """End a request; its transfers may still end afterwards."""
+        """End a request; its transfers may still be running."""
         for of_request in (self._promoted, self._running, self._stale_until):
             of_request.pop(req_context.req_id, None)
         self._counts.lookups.scheduled((req_context.req_id,))
@@ -136,26 +135,27 @@ class KVOffloadManager(base.OffloadingManager):
 
     def lookup(self, key: OffloadKey, req_context: base.ReqContext) -> base.LookupResult:
         """Look a block up; a hit in a secondary tier queues its promotion."""
-        answer = self.manager.lookup(key, convert.request_of(req_context))
-        self._counts.lookups.looked_up((key,), req_context.req_id, (answer,))
+        request = convert.request_of(req_context)
+        answer = self.manager.lookup(key, request)
+        self._counts.lookups.looked_up((key,), request, (answer,))
         return convert.lookup_result(answer)
 
     def lookup_many(
         self, keys: Sequence[OffloadKey], req_context: base.ReqContext
     ) -> Sequence[LookupResult]:
         """Look blocks up; return this package's answers, in the order of `keys`."""
-        answers = self.manager.lookup_many(keys, convert.request_of(req_context))
-        self._counts.lookups.looked_up(keys, req_context.req_id, answers)
+        request = convert.request_of(req_context)
+        answers = self.manager.lookup_many(keys, request)
+        self._counts.lookups.looked_up(keys, request, answers)
         return answers
 
     def lookup_prefix(
         self, keys: Sequence[OffloadKey], req_context: base.ReqContext
     ) -> tuple[int, bool]:
         """Look a prompt's blocks up; see `OffloadingManager.lookup_prefix`."""
-        found, is_deferred = self.manager.lookup_prefix(keys, convert.request_of(req_context))
-        self._counts.lookups.looked_up_prefix(
-            keys, req_context.req_id, found, is_deferred=is_deferred
-        )
+        request = convert.request_of(req_context)
+        found, is_deferred = self.manager.lookup_prefix(keys, request)
+        self._counts.lookups.looked_up_prefix(keys, request, found, is_deferred=is_deferred)
         return found, is_deferred
 
     def prepare_load(
@@ -173,12 +173,12 @@ class KVOffloadManager(base.OffloadingManager):
         return convert.load_store_spec(spec)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: base.ReqContext) -> None:
-        """Undo one `prepare_load`."""
+        """Unpin the blocks of one `prepare_load`."""
         self._job_ended()
         self.manager.complete_load(list(keys), convert.request_of(req_context))
 
     def get_load_source(self, key: OffloadKey, req_context: base.ReqContext) -> CacheHitSource:
-        """Return where a loaded block was found by its request's first lookup."""
+        """Return the kind of tier in which a request's first lookup found a loaded block."""
         if key in self._promoted.get(req_context.req_id, ()):
             return self._promotion_source
         return CacheHitSource.HOST
@@ -192,7 +192,7 @@ class KVOffloadManager(base.OffloadingManager):
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: base.ReqContext
     ) -> base.PrepareStoreOutput | None:
-        """Reserve slots for the missing ones of `keys`; None if there is no room.
+        """Reserve slots for the blocks of `keys` not in the primary; None if there is no room.
 
         vLLM's scheduler offers a refused store again in the next step, but not the rest of one of
         which a prefix was granted. So a prefix is granted only to a connector that does. At the end
@@ -231,7 +231,7 @@ class KVOffloadManager(base.OffloadingManager):
         return convert.prepare_store_output(output)
 
     def take_left_out(self) -> Mapping[str, Sequence[OffloadKey]]:
-        """Return what the stores since the last call have left out, by request."""
+        """Return the keys that stores have left out since the last call, by request."""
         left_out, self._left_out = self._left_out, {}
         return left_out
 
@@ -299,7 +299,7 @@ class KVOffloadManager(base.OffloadingManager):
             self.manager.on_reset_flushed()
 
     def on_reset_flushed(self) -> None:
-        """Resume promotions: no copy from before the reset accesses the primary any more."""
+        """Resume promotions, since all copies from before the reset have ended."""
         self.manager.on_reset_flushed()
 
     def shutdown(self) -> None:
@@ -316,11 +316,11 @@ class KVOffloadManager(base.OffloadingManager):
     # -- monitoring ------------------------------------------------------------------------
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """Return the increments since the last call."""
+        """Return vLLM's stats: the increments since the last call."""
         return self._counts.take_stats()
 
     def config_info(self) -> Sequence[Mapping[str, str | int | float | bool]]:
-        """Return constant labels, one mapping per engine."""
+        """Return the constant labels that describe the engine, one mapping per engine."""
         return self._counts.config_info()
 
     # -- inside ---------------------------------------------------------------------------------
@@ -329,20 +329,20 @@ class KVOffloadManager(base.OffloadingManager):
     def _positioned(
         keys: Collection[OffloadKey], context: base.ReqContext, request: ReqContext
     ) -> list[OffloadKey]:
-        """Return the keys as a list, and copy their prompt positions, which order eviction."""
+        """Return the keys as a list, and copy their prompt positions, which determine eviction."""
         ordered = list(keys)
         take_positions(ordered, context, request)
         return ordered
 
     def _flags(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, int]:
-        """Return the flags that the workers have set for slots being written."""
+        """Return the non-zero flags that workers have set for slots being written, by key."""
         primary = self.manager.planner.primary
         written = filter(self._is_being_written, keys)
         flags = {key: self._slot_flags[primary.slot_of(key)] for key in written}
         return {key: flag for key, flag in flags.items() if flag}
 
     def _is_being_written(self, key: OffloadKey) -> bool:
-        return self.manager.planner.primary.state_of(key) is BlockState.WRITING
+        return self.manager.planner.primary.lookup(key) is LookupResult.HIT_PENDING
 
     def _job_ended(self) -> None:
         self._jobs_in_flight -= 1
@@ -352,7 +352,7 @@ class KVOffloadManager(base.OffloadingManager):
 
 
 def _source_of(media: Iterable[Medium]) -> CacheHitSource:
-    """Return the hit source of promoted blocks; mixed kinds of tiers are not distinguished."""
+    """Return vLLM's hit source of blocks promoted from tiers with these media."""
     kinds = set(media)
     if kinds == {Medium.STORAGE}:
         return CacheHitSource.DISK

@@ -1,4 +1,4 @@
-"""Keys and names in a configuration for vLLM, and their checks that need no vLLM.
+"""Keys and names in a configuration for vLLM, and checks of these that need no vLLM.
 
 The specs and tiers use them, and so does `kvoffload check-config`.
 """
@@ -12,15 +12,18 @@ from typing import Any, Final
 
 from kvoffload_async.config import (
     OffloadConfig,
+    one_of,
+    or_none,
     parse_bool,
     parse_directory,
-    parse_name,
+    parse_label,
     reject_unknown,
     shown,
 )
 from kvoffload_async.errors import ConfigError
-from kvoffload_async.facade.tier_factory import BUILT_IN, SecondaryTierFactory
+from kvoffload_async.facade.tier_factory import BUILT_IN, SecondaryTierFactory, naming_tier
 from kvoffload_async.facade.tier_options import options_of
+from kvoffload_async.types import Locality
 
 EXTRA: Final = "kv_connector_extra_config"
 
@@ -60,22 +63,19 @@ DECIDED: Final = {
     "num_workers",
     "prefault",
 }
-"""Keys of `OffloadConfig` determined by vLLM's configuration, or fixed here."""
+"""Keys of `OffloadConfig` that vLLM's configuration determines, or this package fixes."""
 
 IDENTITY_OPTIONS: Final = frozenset({"fingerprint", "namespace", "trust_vllm_directory"})
-"""Keys of a tier's JSON that this module consumes."""
+"""Keys of a tier's configuration that determine the identity of its blocks."""
 
 
 def check_place_of_options(extra_config: Mapping[str, Any]) -> None:
-    """Check that no identity option is next to the tiers; raises ConfigError."""
+    """Check that no identity option is given outside a tier; raises ConfigError."""
     for key in sorted(IDENTITY_OPTIONS & extra_config.keys()):
         raise ConfigError(
             f"{key}: {shown(extra_config[key])} in kv_connector_extra_config has no effect; put it "
             f'into the tier: "secondary_tiers": [{{"type": ..., {json.dumps(key)}: ...}}]'
         )
-
-
-_MAX_TEXT: Final = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,32 +87,40 @@ class IdentityOptions:
     trust_vllm_directory: bool = False
 
     @classmethod
-    def take_from(cls, options: dict[str, Any]) -> IdentityOptions:
-        """Remove the keys from a tier's options and validate them; raises ConfigError."""
-        namespace = options.pop("namespace", None)
-        fingerprint = options.pop("fingerprint", None)
+    def take_from(cls, options: dict[str, Any], kind: str) -> IdentityOptions:
+        """Take the identity options out of a tier's options; raises ConfigError if invalid."""
+        parse = or_none(parse_label)
+        labels = {key: parse(options.pop(key, None), key) for key in ("namespace", "fingerprint")}
         trust = parse_bool(options.pop("trust_vllm_directory", False), "trust_vllm_directory")
-        given = {"namespace": namespace, "fingerprint": fingerprint}
-        for key, value in given.items():
-            if value is None:
-                continue
-            if len(parse_name(value, key)) > _MAX_TEXT:
-                raise ConfigError(f"{key}: {shown(value)} is longer than {_MAX_TEXT} characters")
-            if trust:
+        for key, value in labels.items():
+            if trust and value is not None:
                 raise ConfigError(
                     f"{key}: {shown(value)} conflicts with trust_vllm_directory, because vLLM's "
                     "tier has no such name for its directories; remove one of them"
                 )
-        return cls(namespace, fingerprint, trust)
-
-    def check_kind(self, kind: str) -> None:
-        """Check that vLLM has a tier of this kind, if its directory is trusted."""
-        if self.trust_vllm_directory and kind != "fs":
+        if trust and kind != "fs":
             raise ConfigError("trust_vllm_directory: vLLM has no tier of this kind; leave it out")
+        return cls(**labels, trust_vllm_directory=trust)
+
+
+def parse_locality(kind: str, value: object) -> Locality | None:
+    """Return the locality of a tier under vLLM's own spec, None if it is not configured.
+
+    Raises:
+        ConfigError: The value is not a locality, or the tier always has the same.
+    """
+    if "locality" in options_of(SecondaryTierFactory.get_tier_class(kind)):
+        return None if value is None else one_of(Locality)(value, "locality")
+    if value is not None:
+        raise ConfigError(
+            f"locality: {shown(value)} is not for {kind!r}, whose blocks always are REMOTE; leave "
+            "it out"
+        )
+    return Locality.REMOTE
 
 
 def take_identity_options(kind: str, options: dict[str, Any], tier_type: str) -> IdentityOptions:
-    """Remove the identity options of a tier under vLLM's own spec; check the others' names.
+    """Remove the identity options of a tier under vLLM's own spec; check all option names.
 
     Raises:
         ConfigError: An option is unknown, or is determined by vLLM, or an identity option is wrong.
@@ -120,13 +128,16 @@ def take_identity_options(kind: str, options: dict[str, Any], tier_type: str) ->
     own = options_of(SecondaryTierFactory.get_tier_class(kind)).keys()
     known = (own | IDENTITY_OPTIONS).difference(DECIDED_OF_TIERS)
     reject_unknown(options, known, f"secondary tier {tier_type!r}")
-    identity = IdentityOptions.take_from(options)
-    identity.check_kind(kind)
-    return identity
+    return IdentityOptions.take_from(options, kind)
 
 
-def engine_options(extra_config: Mapping[str, Any]) -> dict[str, Any]:
+def engine_options(
+    extra_config: Mapping[str, Any],
+) -> tuple[dict[str, Any], list[IdentityOptions | None]]:
     """Return the engine's part of `kv_connector_extra_config` under `KVOffloadSpec`.
+
+    Returns:
+        The options, and the identity options of each tier; see `own_tier`.
 
     Raises:
         ConfigError: A key is unknown, or is determined by vLLM.
@@ -136,11 +147,21 @@ def engine_options(extra_config: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError("canonical_layout: true is not supported here; leave it out")
     own = OffloadConfig.declared().keys() - DECIDED
     reject_unknown(extra_config, own | VLLMS_OWN, EXTRA)
-    return {key: value for key, value in extra_config.items() if key in own}
+    options = {key: value for key, value in extra_config.items() if key in own}
+    identities: list[IdentityOptions | None] = []
+    tiers = options.get("secondary_tiers")
+    if isinstance(tiers, list | tuple):
+        options["secondary_tiers"] = own_tiers = []
+        for index, tier in enumerate(tiers):
+            with naming_tier(index, tier if isinstance(tier, Mapping) else {}):
+                found, identity = own_tier(tier)
+            own_tiers.append(found)
+            identities.append(identity)
+    return options, identities
 
 
 def own_tier(tier: Any) -> tuple[Any, IdentityOptions | None]:  # noqa: ANN401 - a user's JSON, checked later
-    """Split the identity options off a tier under `KVOffloadSpec`.
+    """Separate the identity options of a tier under `KVOffloadSpec` from its other options.
 
     Returns:
         The tier, and its identity options; None if it has none: not persistent, or not of this
@@ -164,8 +185,7 @@ def own_tier(tier: Any) -> tuple[Any, IdentityOptions | None]:  # noqa: ANN401 -
     if not location_options & options_of(SecondaryTierFactory.get_tier_class(name)).keys():
         return tier, None
     options = dict(tier)
-    identity = IdentityOptions.take_from(options)
-    identity.check_kind(name)
+    identity = IdentityOptions.take_from(options, name)
     if "root_dir" in options:
         options["root_dir"] = parse_directory(options["root_dir"], "root_dir")
     return options, identity

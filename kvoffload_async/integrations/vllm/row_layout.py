@@ -24,7 +24,7 @@ DIGEST_BYTES = 16
 
 
 def layout_of_layers(layers: Mapping[str, RegisteredLayer], groups: Sequence[Sequence[str]]) -> str:
-    """Return the digest of one worker's registered tensors.
+    """Return the digest of the layout of one worker's registered tensors.
 
     Args:
         layers: The worker's layers by name; a group may name further layers, of other ranks.
@@ -44,15 +44,15 @@ def layout_of_layers(layers: Mapping[str, RegisteredLayer], groups: Sequence[Seq
         return row
 
     rows = [[described(name) for name in names] for names in groups]
-    devices = {_device_of(tensor) for layer in layers.values() for tensor in layer.tensors}
+    devices = {_device(one.device.type) for layer in layers.values() for one in layer.tensors}
     return _digest({"devices": sorted(devices), "layers": rows})
 
 
 def layout_of_pages(kv_caches: base.CanonicalKVCaches) -> str:
-    """Return the digest of one worker's tensors when only their pages are known."""
+    """Return the digest of the layout of one worker's tensors if only their pages are known."""
     return _digest(
         {
-            "devices": sorted({_device_of(cache.tensor) for cache in kv_caches.tensors}),
+            "devices": sorted({_device(cache.tensor.device.type) for cache in kv_caches.tensors}),
             "pages": [cache.page_size_bytes for cache in kv_caches.tensors],
             "groups": [
                 [[ref.tensor_idx, ref.page_size_bytes] for ref in refs]
@@ -63,7 +63,7 @@ def layout_of_pages(kv_caches: base.CanonicalKVCaches) -> str:
 
 
 def layout_of_ranks(digests: Sequence[str], *, is_replicated: bool = False) -> str:
-    """Return the digest of a row, from each rank's digest.
+    """Return the digest of a row's layout, from each rank's digest.
 
     Args:
         digests: One per rank.
@@ -75,7 +75,7 @@ def layout_of_ranks(digests: Sequence[str], *, is_replicated: bool = False) -> s
 
 
 def announced_layout(arguments: ConnectorArguments | None) -> str:
-    """Return a digest from the scheduler's configuration, for tensors in other processes."""
+    """Return the layout digest of tensors in other processes, from the configuration alone."""
     if arguments is None:
         return _digest("unknown")
     cache = arguments.kv_cache_config
@@ -100,18 +100,14 @@ def _group(group: Any) -> list[Any]:  # noqa: ANN401 - vLLM's KVCacheGroupSpec
 
 
 def _placed(tensor: Any) -> list[Any]:  # noqa: ANN401 - vLLM's KVCacheTensor
-    """Return the position of a tensor's layers within a block, for any number of blocks."""
+    """Return how a tensor's layers lie within a block, independent of the number of blocks."""
     is_packed = tensor.layer_stride < tensor.block_stride
     within = [tensor.offset % tensor.block_stride, tensor.layer_stride] if is_packed else []
     return [list(tensor.layers), tensor.block_stride, within]
 
 
-def _device_of(tensor: torch.Tensor) -> str:
-    return _device(tensor.device.type)
-
-
 def _device(kind: str) -> str:
-    """Return the kind of device, as far as it affects the meaning of the bytes.
+    """Return the type of the device, as far as it affects the meaning of the bytes.
 
     On a CPU, kernels pack keys depending on the instruction set. torch reports CUDA and ROCm as one
     kind, but their 8-bit floats differ, also among AMD devices.

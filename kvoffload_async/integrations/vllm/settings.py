@@ -10,7 +10,6 @@ import dataclasses
 import enum
 import numbers
 import re
-import sys
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from functools import cache
@@ -27,7 +26,7 @@ _FOLDED: Final = "fingerprint"
 _PROCESS: Final = "process"
 _REFUSED: Final = "refused"
 _NOT_CONTENT: Final = frozenset({"_commit_hash", "_name_or_path", "transformers_version"})
-"""Fields with the location of a model's configuration and the version of its reader."""
+"""Fields of a model's configuration that are no content: its location, its reader's version."""
 
 _OF_KUBERNETES: Final = re.compile(
     r"\w+_(SERVICE_(HOST|PORT(_\w+)?)|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
@@ -37,7 +36,7 @@ _OF_KUBERNETES: Final = re.compile(
 
 @cache
 def classified_settings() -> Mapping[str, Mapping[str, tuple[str, str]]]:
-    """Return class -> field -> (classification, reason); see settings.toml."""
+    """Return settings as class -> field -> (classification, reason); see settings.toml."""
     text = files(__package__).joinpath("settings.toml").read_text()
     classified: dict[str, dict[str, tuple[str, str]]] = {}
     for name, rows in tomllib.loads(text).items():
@@ -48,7 +47,7 @@ def classified_settings() -> Mapping[str, Mapping[str, tuple[str, str]]]:
 
 @cache
 def classified_environment() -> Mapping[str, frozenset[str]]:
-    """Return list -> names of environment variables; see environment.toml."""
+    """Return the names of environment variables by list; see environment.toml."""
     text = files(__package__).joinpath("environment.toml").read_text()
     return {name: frozenset(names.split()) for name, names in tomllib.loads(text).items()}
 
@@ -73,7 +72,7 @@ def environment(environ: Mapping[str, str], declared: Collection[str]) -> dict[s
 
 
 def folded(config: Any) -> dict[str, Any]:  # noqa: ANN401 - one of vLLM's classes
-    """Return the fields of a configuration that the fingerprint covers, as nested JSON.
+    """Return the configuration fields that the fingerprint covers, as nested JSON.
 
     Raises:
         ConfigError: A value cannot be serialised.
@@ -87,7 +86,7 @@ def folded(config: Any) -> dict[str, Any]:  # noqa: ANN401 - one of vLLM's class
 
 
 def unknowable(config: Any) -> Iterator[str]:  # noqa: ANN401 - one of vLLM's classes
-    """Yield the reasons why the content is unknown, from all such fields, nested ones included."""
+    """Yield why the model's content is unknown, one reason per field, nested fields included."""
     name = type(config).__name__
     classified = classified_settings().get(name, {})
     for field in dataclasses.fields(config):
@@ -108,7 +107,7 @@ def refused(config: Any) -> Iterator[str]:  # noqa: ANN401 - vLLM's VllmConfig
 
 
 def _written(value: Any, where: str) -> Any:  # noqa: ANN401, C901, PLR0911 - one line a kind of value
-    """Return a value as JSON; equal values give equal text in every process."""
+    """Convert a setting's value to JSON; equal values give equal text in every process."""
     if isinstance(value, enum.Enum):  # first, because some enums are also str or int
         return value.name
     if value is None or isinstance(value, bool | int | float | str):
@@ -127,7 +126,7 @@ def _written(value: Any, where: str) -> Any:  # noqa: ANN401, C901, PLR0911 - on
     if isinstance(value, set | frozenset):
         return sorted((_written(one, where) for one in value), key=repr)
     if isinstance(value, type | FunctionType):
-        return f"{_module_of(value)}.{value.__qualname__}"
+        return f"{value.__module__}.{value.__qualname__}"
     if dataclasses.is_dataclass(value):
         return folded(value)
     if callable(to_dict := getattr(value, "to_dict", None)):  # a model's configuration
@@ -135,18 +134,3 @@ def _written(value: Any, where: str) -> Any:  # noqa: ANN401, C901, PLR0911 - on
     if callable(compute_hash := getattr(value, "compute_hash", None)):  # vLLM's SupportsHash
         return compute_hash()
     raise ConfigError(f"{where}: a {type(value).__qualname__} cannot be serialised")
-
-
-def _module_of(value: type | FunctionType) -> str:
-    """Return the module of a class or function, equal in all versions of Python.
-
-    Classes of the standard library move between a package and its private modules: in 3.13
-    `pathlib.Path` is in `pathlib._local`. The public package is returned if it exports the object.
-    """
-    module, outermost = value.__module__, value.__qualname__.partition(".")[0]
-    package, _, private = module.partition("._")
-    if private and package.partition(".")[0] in sys.stdlib_module_names:
-        shown = getattr(sys.modules.get(package), outermost, None)
-        if shown is not None and shown is getattr(sys.modules.get(module), outermost, None):
-            return package
-    return module

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -24,26 +25,22 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.tiering import base as tiering
 
 from kvoffload_async.config import OffloadConfig
-from kvoffload_async.errors import ConfigError, StateError
+from kvoffload_async.errors import ConfigError
 from kvoffload_async.facade.spec import D, TieringOffloadingSpec
-from kvoffload_async.facade.tier_factory import SecondaryTierFactory, naming_tier
+from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.integrations.vllm import convert, engine_metrics
 from kvoffload_async.integrations.vllm.identity import (
     ModelContent,
+    completed,
     identified,
-    identify,
     takes_identity,
 )
-from kvoffload_async.integrations.vllm.internals import connector_arguments, require_one_host
 from kvoffload_async.integrations.vllm.manager import KVOffloadManager
 from kvoffload_async.integrations.vllm.options import (
     OFFLOADING_CONNECTORS,
     OWN_CONNECTOR,
-    IdentityOptions,
     engine_options,
-    own_tier,
 )
-from kvoffload_async.integrations.vllm.process_folder import ProcessFolder
 from kvoffload_async.integrations.vllm.row_layout import (
     layout_of_layers,
     layout_of_pages,
@@ -64,9 +61,12 @@ logger = logging.getLogger(__name__)
 
 
 class KVOffloadSpec(base.OffloadingSpec):
-    """Offloads to a primary in shared memory and this package's tiers behind it.
+    """Offloads vLLM's KV cache to a primary in shared memory and the tiers behind it.
 
     Supports CUDA devices and vLLM's CPU platform. All workers must be on one host.
+
+    Attributes:
+        process_folders: Removes the folders of this process when it is closed.
     """
 
     def __init__(self, config: OffloadingConfig) -> None:
@@ -77,14 +77,10 @@ class KVOffloadSpec(base.OffloadingSpec):
         """
         show_log()
         super().__init__(config)
-        self._arguments = connector_arguments(config.extra_config)
-        require_one_host(self._arguments)
+        self._arguments = ModelContent.of(self).arguments
         self._require_to_be_alone()
-        self._content = ModelContent(self._arguments)
-        self._identity_options: list[IdentityOptions | None] = []
-        self._process_folders: list[ProcessFolder] = []
+        self.process_folders = ExitStack()
         self.replicated_layout = config.replicated_layout
-        self._num_participants = config.parallel.world_size + 1
         self._engine = _SharedSpec(self._options(), self)
         self._manager: KVOffloadManager | None = None
         self._worker: KVOffloadWorker | None = None
@@ -93,12 +89,12 @@ class KVOffloadSpec(base.OffloadingSpec):
     def build_metric_definitions(
         cls, extra_config: dict[str, Any]
     ) -> dict[str, base.OffloadingMetricMetadata]:
-        """Return the definitions of the metrics in the manager's `get_stats`."""
+        """Return the definitions of the metrics that the manager's `get_stats` returns."""
         return engine_metrics.definitions()
 
     @classmethod
     def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:
-        """Return the labels of the manager's `config_info`."""
+        """Return the names of the labels in the manager's `config_info`."""
         return engine_metrics.CONFIG_INFO_KEYS
 
     def get_manager(self) -> KVOffloadManager:
@@ -112,10 +108,11 @@ class KVOffloadSpec(base.OffloadingSpec):
             self._engine.accepts_prefixes = self._is_offered_again()
             self._warn_of_failed_loads()
             self._warn_of_incomplete_chunks()
-            manager = self._engine.get_manager()
+            manager, buffer = self._engine.get_manager(), self._engine.buffer
+            assert buffer is not None  # noqa: S101 - for the type checker
             self._manager = KVOffloadManager(
                 manager,
-                self._engine.slot_flags,
+                buffer.slot_flags,
                 self._engine.shutdown,
                 self._groups_with_windows(),
                 offers_again=self._engine.accepts_prefixes,
@@ -135,13 +132,13 @@ class KVOffloadSpec(base.OffloadingSpec):
         return self._worker
 
     def map_primary(self, participant: int, layout: str = "") -> SharedBuffer:
-        """Create or join the mapping; see `SharedBuffer` for the errors.
+        """Create or join the primary's shared mapping; see `SharedBuffer` for the errors.
 
         Args:
             participant: The caller's number; see `SharedBuffer`.
             layout: Digest of a worker's tensors, for the scheduler; see `row_layout`.
         """
-        options, count = self._engine.config, self._num_participants
+        options, count = self._engine.config, self.config.parallel.world_size + 1
         return SharedBuffer(
             self.config.engine_id,
             options.cpu_bytes_to_use,
@@ -178,25 +175,15 @@ class KVOffloadSpec(base.OffloadingSpec):
                     [note.hex() for note in notes], is_replicated=self.replicated_layout
                 )
             if options is None:
-                yield identified(tier, self, layout, self._content)
-                continue
-            identity = identify(self, options, layout, self._content)
-            found, folders = identity.complete(
-                *(tier["type"], tier, options, self._content),
-                replica=self.config.parallel.data_parallel_index,
-            )
-            self._process_folders += folders
-            yield found
-
-    def remove_process_folders(self) -> None:
-        """Remove the folders of this process; idempotent."""
-        while self._process_folders:
-            self._process_folders.pop().close()
+                yield identified(tier, self, layout)
+            else:
+                folders, name = self.process_folders, tier["type"]
+                yield completed(tier, self, options, layout, folders, name=name)
 
     # -- inside ---------------------------------------------------------------------------------
 
     def _is_offered_again(self) -> bool:
-        """Return whether the connector offers again what a store has left out."""
+        """Return whether the connector offers blocks again that a store has left out."""
         around = self._arguments
         connector = None if around is None else around.vllm_config.kv_transfer_config.kv_connector
         return connector == OWN_CONNECTOR and CONTRACT.has_private_names(
@@ -204,7 +191,7 @@ class KVOffloadSpec(base.OffloadingSpec):
         )
 
     def _warn_of_failed_loads(self) -> None:
-        """Warn if vLLM does not compute the blocks of a failed load itself."""
+        """Warn if vLLM will not recompute the blocks of a failed load."""
         around = self._arguments
         if around is None:
             return
@@ -255,18 +242,18 @@ class KVOffloadSpec(base.OffloadingSpec):
                 self.blocks_per_chunk,
             )
 
-    def _kv_cache_spec_of(self, group_id: int) -> Any:  # noqa: ANN401 - one of vLLM's classes
+    def _kv_cache_specs(self) -> dict[int, Any]:
+        """Return vLLM's `KVCacheSpec` of each group id; empty if they are not accessible."""
         config = None if self._arguments is None else self._arguments.kv_cache_config
-        return None if config is None else config.kv_cache_groups[group_id].kv_cache_spec
+        if config is None:
+            return {}
+        ids = [group.group_id for group in self.config.groups]
+        return {number: config.kv_cache_groups[number].kv_cache_spec for number in ids}
 
     def _groups_with_windows(self) -> list[int]:
-        """Return the ids of the groups whose requests let blocks go as they run."""
-        specs = [(g.group_id, self._kv_cache_spec_of(g.group_id)) for g in self.config.groups]
-        return [
-            number
-            for number, spec in specs
-            if spec is not None and not isinstance(spec, FullAttentionSpec)
-        ]
+        """Return the ids of the groups that free blocks of running requests."""
+        specs = self._kv_cache_specs().items()
+        return [number for number, spec in specs if not isinstance(spec, FullAttentionSpec)]
 
     def _create_worker(self, kv_caches: base.CanonicalKVCaches) -> KVOffloadWorker:
         options = self._engine.config
@@ -285,13 +272,13 @@ class KVOffloadSpec(base.OffloadingSpec):
             timeout_s=options.drain_timeout_s,
             state_groups=[
                 index
-                for index, group in enumerate(self.config.groups)
-                if isinstance(self._kv_cache_spec_of(group.group_id), MambaSpec)
+                for index, spec in enumerate(self._kv_cache_specs().values())
+                if isinstance(spec, MambaSpec)
             ],
         )
 
     def _options(self) -> OffloadConfig:
-        options = engine_options(self.extra_config)
+        options, self._identity_options = engine_options(self.extra_config)
         if not self.config.worker_kv_bytes_per_block:
             raise ConfigError(
                 f"pipeline_parallel_size: rank {self.config.parallel.rank} has no layers with a KV "
@@ -302,24 +289,14 @@ class KVOffloadSpec(base.OffloadingSpec):
         options["block_size"] = min(self.tokens_per_block)
         options["num_workers"] = 1 if self.replicated_layout else self.config.parallel.world_size
         options["enable_kv_cache_events"] = self.config.enable_kv_cache_events
-        tiers = options.get("secondary_tiers")
-        if isinstance(tiers, list | tuple):
-            options["secondary_tiers"] = own_tiers = []
-            for index, tier in enumerate(tiers):
-                with naming_tier(index, tier if isinstance(tier, Mapping) else {}):
-                    own_tiers.append(self._tier_options(tier))
+        for number, identity in enumerate(self._identity_options):
+            if identity is not None:  # for the checks; the workers' tensors are not known yet
+                run_config = convert.file_mapper_of(self, "").get_run_config()
+                options["secondary_tiers"][number]["run_config"] = run_config
         return OffloadConfig.parse(options)
 
-    def _tier_options(self, tier: Any) -> Any:  # noqa: ANN401 - a user's JSON, checked later
-        """Validate a tier of this package, and split off its identity options."""
-        options, identity = own_tier(tier)
-        self._identity_options.append(identity)
-        if identity is None:
-            return options
-        return {**options, "run_config": convert.file_mapper_of(self, "").get_run_config()}
-
     def _digest_of(self, kv_caches: base.CanonicalKVCaches) -> str:
-        """Return the digest of the layout of this worker's tensors."""
+        """Return the layout digest of this worker's tensors."""
         layers = {} if self._arguments is None else self._arguments.registered_layers()
         if not layers:
             return layout_of_pages(kv_caches)
@@ -327,50 +304,35 @@ class KVOffloadSpec(base.OffloadingSpec):
 
 
 class _SharedSpec(TieringOffloadingSpec):
-    """The engine's own spec, with its primary in the shared mapping.
+    """The spec of this package's engine, with the primary in the shared mapping.
 
     Attributes:
         outer: vLLM's spec.
+        buffer: The primary; None until it is mapped.
     """
 
     def __init__(self, config: OffloadConfig, outer: KVOffloadSpec) -> None:
         self.outer = outer
+        if replica := outer.config.parallel.data_parallel_index:  # the first one has no suffix
+            self._path_suffix = f"-{replica}"
         super().__init__(config)
         self._status = EngineStatus(outer.config.model.name)
-        self._buffer: SharedBuffer | None = None
-
-    @property
-    def slot_flags(self) -> memoryview:
-        """See `SharedBuffer`; available after `get_manager`."""
-        if self._buffer is None:
-            raise ConfigError("the primary is not mapped yet: call get_manager first")
-        return self._buffer.slot_flags
+        self.buffer: SharedBuffer | None = None
 
     def shutdown(self, timeout: float | None = None) -> None:
         try:
             super().shutdown(timeout)
         finally:
-            if self._buffer is not None:
-                self._buffer.remove_name()
-            self.outer.remove_process_folders()
-
-    def _status_path(self) -> str | None:
-        return self._of_this_replica(super()._status_path())
-
-    def _trace_path(self) -> str | None:
-        return self._of_this_replica(super()._trace_path())
-
-    def _of_this_replica(self, path: str | None) -> str | None:
-        """Return a path; data-parallel replicas except the first append their number."""
-        index = self.outer.config.parallel.data_parallel_index
-        return f"{path}-{index}" if path is not None and index else path
+            if self.buffer is not None:
+                self.buffer.remove_name()
+            self.outer.process_folders.close()
 
     def _memory_limits(self) -> Sequence[Limit]:
         limit = filesystem_limit(SHARED_MEMORY)
         return (*super()._memory_limits(), *([limit] if limit else []))
 
     def _create_buffer(self) -> PrimaryBuffer:
-        self._buffer = buffer = self.outer.map_primary(SCHEDULER)
+        self.buffer = buffer = self.outer.map_primary(SCHEDULER)
         self.config = replace(self.config, block_bytes=buffer.cell_bytes)
         self.num_blocks, self.stride_bytes = len(buffer.view), buffer.stride_bytes
         return buffer
@@ -379,10 +341,9 @@ class _SharedSpec(TieringOffloadingSpec):
         try:
             return super()._create_driver(kind)
         except BaseException:
-            self.outer.remove_process_folders()
+            self.outer.process_folders.close()
             raise
 
     def _tier_configs(self) -> Sequence[Mapping[str, Any]]:
-        if self._buffer is None:
-            raise StateError("the primary is mapped before the tiers are opened")
-        return list(self.outer.identified_tiers(self.config.secondary_tiers, self._buffer))
+        assert self.buffer is not None  # noqa: S101 - for the type checker
+        return list(self.outer.identified_tiers(self.config.secondary_tiers, self.buffer))

@@ -34,11 +34,11 @@ from kvoffload_async.types import (
 )
 
 _OWN: dict[str, Any] = {"io_timeout_s": TierOptions.io_timeout_s, "backpressure_detector": None}
-"""Options of the engine, with their defaults; they do not reach vLLM's class."""
+"""Options of a tier that only the engine reads, with their defaults."""
 
 
 class AdaptedTierManager(SecondaryTierManager):
-    """Drives a tier manager of vLLM's contract; `adapted` makes a subclass for each such class.
+    """Adapts a tier manager written for vLLM; `adapted` creates a subclass for each such class.
 
     vLLM's `drain_jobs` and `shutdown` take no timeout. They run on a thread of their own, which
     exists from the start; while one of them has not returned, every other call raises
@@ -156,7 +156,7 @@ class AdaptedTierManager(SecondaryTierManager):
         return ()
 
     def shutdown(self, timeout: float | None = None) -> CloseReport:
-        """Drain the jobs, then shut vLLM's manager down, also if draining fails; idempotent.
+        """Drain the jobs, then shut vLLM's manager down, even if draining fails; idempotent.
 
         Raises:
             TimeoutError: They have not returned after `timeout` seconds, and may still run.
@@ -176,7 +176,7 @@ class AdaptedTierManager(SecondaryTierManager):
 
     @property
     def _idle(self) -> Any:  # noqa: ANN401 - vLLM's class is Any where vLLM is not installed
-        """The manager; raises TierTimeoutError while a call of it has not returned."""
+        """The manager of vLLM's tier; raises TierTimeoutError while an earlier call still runs."""
         if self._waits_for:
             raise TierTimeoutError(f"{self.tier_type}: {self._waits_for} has not returned yet")
         if self._manager is None:
@@ -184,7 +184,7 @@ class AdaptedTierManager(SecondaryTierManager):
         return self._manager
 
     def _wait_for(self, method: str, deadline_s: float) -> None:
-        """Make a call of the manager that waits; raises TimeoutError at the deadline."""
+        """Call a blocking method of vLLM's manager; raises TimeoutError at the deadline."""
         call = getattr(self._idle, method)
         self._waits_for = method
 
@@ -197,11 +197,11 @@ class AdaptedTierManager(SecondaryTierManager):
         result_of(self._helper.call(make_call), max(0.0, deadline_s - time.monotonic()))
 
     def _release(self) -> None:
-        """Drop the manager and its view of the primary, unless a call of it still runs."""
+        """Drop vLLM's manager and its view of the primary, unless one of its calls still runs."""
         self._helper.end()
         if not self._waits_for:
             self._manager = None
-            with suppress(BufferError):  # the primary names the holders of a view that is left
+            with suppress(BufferError):  # the primary warns of a view that is left
                 self._view.release()
 
 

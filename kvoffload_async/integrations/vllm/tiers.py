@@ -17,10 +17,9 @@ import os
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from contextlib import ExitStack
 from importlib.metadata import version
 from typing import Any, ClassVar, Final
-from weakref import WeakKeyDictionary
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload import base
@@ -40,23 +39,19 @@ from kvoffload_async.facade.plugged import OverdueJobs
 from kvoffload_async.facade.secondary import SecondaryTierManager, owner_name
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.facade.tier_group import BreakerLog
-from kvoffload_async.facade.tier_options import options_of
+from kvoffload_async.facade.tier_options import ManagerSpec, options_of
 from kvoffload_async.integrations.vllm import convert
-from kvoffload_async.integrations.vllm.identity import (
-    Identity,
-    ModelContent,
-    identify,
-)
-from kvoffload_async.integrations.vllm.internals import connector_arguments, require_one_host
+from kvoffload_async.integrations.vllm.identity import ModelContent, completed
 from kvoffload_async.integrations.vllm.options import (
     NAMES_UNDER_VLLM,
     check_place_of_options,
+    parse_locality,
     take_identity_options,
 )
-from kvoffload_async.integrations.vllm.process_folder import ProcessFolder
 from kvoffload_async.integrations.vllm.row_layout import announced_layout, layout_of_layers
-from kvoffload_async.runtime.bridge import Bridge, RuntimeHost
+from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.runtime.log_level import show_log
+from kvoffload_async.runtime.loop import LoopThread
 from kvoffload_async.tiers.fs.layout import Namespace
 from kvoffload_async.types import JobMetadata, JobResult, OffloadKey, make_offload_key
 
@@ -64,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 FAILED_JOBS: Final = "vllm:kvoffload_async_failed_jobs"
 OVERDUE_JOBS: Final = "vllm:kvoffload_async_overdue_jobs"
-"""Counters. vLLM unregisters only metrics whose names begin with `vllm:`."""
+"""Names of this package's counters; vLLM unregisters only metrics named `vllm:...`."""
 CONFIG_INFO_KEYS: Final = (
     "kvoffload_async_version",
     "kvoffload_async_tier",
@@ -72,24 +67,9 @@ CONFIG_INFO_KEYS: Final = (
 )
 _DRAIN_GRACE_S: Final = 5.0
 
-_TIER_TYPES: WeakKeyDictionary[base.OffloadingSpec, Counter[str]] = WeakKeyDictionary()
-"""Number of tiers per type in each spec."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Surroundings:
-    """The spec's settings that a tier needs."""
-
-    runtime: Bridge
-    config: OffloadConfig
-
-
-class UnusablePlaceError(ConfigError, OSError):
-    """A tier's storage location is unusable; also an `OSError`, like the errors of vLLM's tiers."""
-
 
 class VllmTier(tiering.SecondaryTierManager):
-    """Runs a tier of this package under vLLM's `TieringOffloadingManager`; a subclass names it.
+    """Runs this package's tier `kind` under vLLM's `TieringOffloadingManager`.
 
     Accepts the options of the tier, except those that vLLM determines, plus `namespace`,
     `fingerprint` and `trust_vllm_directory`; see `identity`. If the model's content is unknown,
@@ -139,20 +119,12 @@ class VllmTier(tiering.SecondaryTierManager):
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         check_place_of_options(offloading_spec.config.extra_config)
         self.identity_options = take_identity_options(self.kind, options, tier_type)
-        self._process_folders: list[ProcessFolder] = []
+        self._process_folders = ExitStack()
         own = {"enable_kv_events": enable_kv_events, "io_timeout_s": io_timeout_s}
         TierOptions.take(own)
-        self._known = options_of(SecondaryTierFactory.get_tier_class(self.kind)).keys()
-        if "locality" in self._known:
-            self.locality = convert.locality_of(locality)
-            options |= {} if self.locality is None else {"locality": self.locality.value}
-        elif locality is None:
-            self.locality = base.Locality.REMOTE
-        else:
-            raise ConfigError(
-                f"locality: {locality!r} is not for {self.kind!r}, whose blocks always are REMOTE; "
-                "leave it out"
-            )
+        self.locality = convert.locality_of(parse_locality(self.kind, locality))
+        if locality is not None:
+            options["locality"] = locality
         if enable_kv_events and not offloading_spec.kv_events_config.enable_kv_cache_events:
             logger.warning(
                 "%s: enable_kv_events has no effect, as vLLM's kv_events_config has "
@@ -166,7 +138,7 @@ class VllmTier(tiering.SecondaryTierManager):
         self._finished: list[tiering.JobResult] = []
         self._counted: Counter[tuple[str, tuple[str, ...]]] = Counter()
         with naming_shortage("the event loop of the tier cannot be started"):
-            self._host = RuntimeHost()
+            self._bridge = Bridge(LoopThread())
         self._rows = convert.rows_of(primary_kv_view)
         try:
             config = self.layout(offloading_spec, options)
@@ -179,50 +151,34 @@ class VllmTier(tiering.SecondaryTierManager):
             self._tier: SecondaryTierManager = SecondaryTierFactory.create_secondary_tier(
                 config,
                 self._rows,
-                _Surroundings(self._host.bridge, geometry),
+                ManagerSpec(self._bridge, geometry),
             )
             self._state = self._tier.tier_state
             self._state.health.now_s = time.monotonic()  # from now on it suspends the tier
             self._breaker_log = BreakerLog([self._state])
-        except BaseException as error:
-            self._host.close()
+        except BaseException:
+            self._bridge.close()
             self._rows.release()
-            self._remove_process_folders()
-            if isinstance(error, ConfigError) and isinstance(error.__cause__, OSError):
-                raise UnusablePlaceError(str(error)) from error
+            self._process_folders.close()
             raise
-        seen = _TIER_TYPES.setdefault(offloading_spec, Counter())
-        self._tier.ownership = owner_name(tier_type, seen)
+        self._tier.ownership = owner_name(tier_type, ModelContent.of(offloading_spec).tier_types)
 
     def layout(
         self, offloading_spec: base.OffloadingSpec, options: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return the tier's configuration, with what vLLM's configuration determines."""
+        """Return the tier's configuration, completed with the keys that vLLM's determines."""
         tier = {"type": self.kind, **options}
-        if "root_dir" in self._known:
+        if "root_dir" in options_of(SecondaryTierFactory.get_tier_class(self.kind)):
             tier["root_dir"] = _absolute(options.get("root_dir"))
-        identity = self.identify(offloading_spec)
-        if self.identity_options.trust_vllm_directory:
-            _check_common_name(offloading_spec, tier["root_dir"], identity)
-        found, folders = identity.complete(
-            *(self.tier_type, tier, self.identity_options, self._content),
-            replica=offloading_spec.config.parallel.data_parallel_index,
-        )
-        self._process_folders += folders
-        return found
-
-    def identify(self, offloading_spec: base.OffloadingSpec) -> Identity:
-        """Return the identity of the tier's blocks; called from `layout`."""
         config = offloading_spec.config
-        arguments = connector_arguments(config.extra_config)
-        require_one_host(arguments)
+        arguments = ModelContent.of(offloading_spec).arguments
         # With several ranks, the workers' tensors are in other processes.
         is_alone = config.parallel.world_size == 1
         layers = arguments.registered_layers() if arguments and is_alone else {}
         groups = [group.layer_names for group in config.groups]
         layout = layout_of_layers(layers, groups) if layers else announced_layout(arguments)
-        self._content = ModelContent.of(offloading_spec, arguments)
-        return identify(offloading_spec, self.identity_options, layout, self._content)
+        identity, folders = self.identity_options, self._process_folders
+        return completed(tier, offloading_spec, identity, layout, folders, name=self.tier_type)
 
     # -- a request's life -----------------------------------------------------------------------
 
@@ -233,7 +189,7 @@ class VllmTier(tiering.SecondaryTierManager):
         )
 
     def on_request_finished(self, req_context: base.ReqContext) -> None:
-        """End a request; nothing more is submitted for it."""
+        """End a request; no more jobs are submitted for it."""
         self._tier.on_request_finished(convert.request_of(req_context))
 
     def lookup(self, key: OffloadKey, req_context: base.ReqContext) -> base.LookupResult:
@@ -254,27 +210,27 @@ class VllmTier(tiering.SecondaryTierManager):
     # -- jobs -----------------------------------------------------------------------------------
 
     def submit_store(self, job_metadata: tiering.TransferJob) -> None:
-        """Submit a cascade; if it cannot be run, it gets a failed result."""
+        """Submit a store to the tier; a job that cannot be run gets a failed result."""
         self._submit(convert.job_of(job_metadata))
 
     def submit_load(self, job_metadata: tiering.TransferJob) -> None:
-        """Submit a promotion; if it cannot be run, it gets a failed result."""
+        """Submit a load from the tier; a job that cannot be run gets a failed result."""
         self._submit(convert.job_of(job_metadata))
 
     def get_finished_jobs(self) -> Iterable[tiering.JobResult]:
-        """Return jobs whose copies have ended since the last call, once each. Non-blocking."""
+        """Return the results of jobs whose copies have ended since the last call. Non-blocking."""
         self._collect()
         finished, self._finished = self._finished, []
         return finished
 
     def on_schedule_end(self, context: base.ScheduleEndContext) -> None:
-        """End a step: start the step's existence probes and submitted jobs."""
+        """End a scheduler step: start its existence probes and submitted jobs."""
         self._state.health.now_s = now_s = time.monotonic()
         self._tier.on_schedule_end()
         self._breaker_log.update(now_s)
 
     def has_pending_work(self) -> bool:
-        """Return whether a job is unreported or a probe unanswered."""
+        """Return whether a job's result is unreported or a probe is unanswered."""
         return bool(self._overdue or self._finished) or self._tier.has_pending_work()
 
     def take_events(self) -> Iterable[base.OffloadingEvent]:
@@ -284,7 +240,7 @@ class VllmTier(tiering.SecondaryTierManager):
     # -- blocking calls --------------------------------------------------------------------
 
     def drain_jobs(self) -> None:
-        """Wait until no job's copy is running; results stay for `get_finished_jobs`.
+        """Wait until no job's copy is running; `get_finished_jobs` returns the results.
 
         vLLM drains tiers to reset its cache and announces to event consumers that all blocks are
         gone. So blocks that are stored again are announced again.
@@ -303,7 +259,7 @@ class VllmTier(tiering.SecondaryTierManager):
                     f"{self.tier_type}: after {self._drain_timeout_s} s the copies of jobs {jobs} "
                     "still run; their slots cannot be reused"
                 )
-            self._host.bridge.wait_for_progress(left_s)
+            self._bridge.wait_for_progress(left_s)
             self._collect()
         self._tier.announce_anew()
 
@@ -316,7 +272,7 @@ class VllmTier(tiering.SecondaryTierManager):
         """
         self._state.health.close()
         report = self._tier.shutdown()
-        self._host.close()
+        self._bridge.close()
         if report.unfinished_jobs:
             jobs = ", ".join(map(str, report.unfinished_jobs))
             raise TierTimeoutError(
@@ -325,7 +281,7 @@ class VllmTier(tiering.SecondaryTierManager):
             )
         self._rows.release()
         self._primary_kv_view = memoryview(b"")
-        self._remove_process_folders()
+        self._process_folders.close()
         if report.error is not None:
             logger.warning("%s: closing failed: %s", self.tier_type, report.error)
 
@@ -336,22 +292,20 @@ class VllmTier(tiering.SecondaryTierManager):
         cls, extra_config: dict[str, Any]
     ) -> dict[str, base.OffloadingMetricMetadata]:
         """Return the counters that `get_stats` adds to vLLM's own per-tier metrics."""
-        return convert.counter_definitions(
-            {FAILED_JOBS: "Jobs of a secondary tier with a failed block, by the kind of error."},
-            labels=("tier", "error"),
-        ) | convert.counter_definitions(
-            {OVERDUE_JOBS: "Jobs of a secondary tier whose copy still ran at their deadline."},
-            labels=("tier",),
-        )
+        failed = "Jobs of a secondary tier with a failed block, by the kind of error."
+        overdue = "Jobs of a secondary tier whose copy still ran at their deadline."
+        return convert.definitions(
+            base.OffloadingCounterMetadata, {FAILED_JOBS: failed}, "tier", "error"
+        ) | convert.definitions(base.OffloadingCounterMetadata, {OVERDUE_JOBS: overdue}, "tier")
 
     def get_stats(self) -> OffloadingConnectorStats | None:
-        """Return the increments since the last call, or None."""
+        """Return the counters' increments since the last call, or None."""
         counted, self._counted = self._counted, Counter()
         return convert.counter_stats((*counter, amount) for counter, amount in counted.items())
 
     @classmethod
     def config_info_keys(cls, tier_config: dict[str, Any]) -> tuple[str, ...]:
-        """Return the labels of `config_info`."""
+        """Return the names of the labels in `config_info`."""
         return CONFIG_INFO_KEYS
 
     def config_info(self) -> Mapping[str, str]:
@@ -360,10 +314,6 @@ class VllmTier(tiering.SecondaryTierManager):
         return dict(zip(CONFIG_INFO_KEYS, values, strict=True))
 
     # -- inside ---------------------------------------------------------------------------------
-
-    def _remove_process_folders(self) -> None:
-        while self._process_folders:
-            self._process_folders.pop().close()
 
     def _submit(self, job: JobMetadata) -> None:
         health = self._state.health
@@ -412,10 +362,10 @@ class FsTier(VllmTier):
         self, offloading_spec: base.OffloadingSpec, options: Mapping[str, Any]
     ) -> dict[str, Any]:
         found = super().layout(offloading_spec, options)
-        self.file_mapper = Namespace(
-            *(found["root_dir"], found["run_config"], found["rank"]),
-            is_vllms=self.identity_options.trust_vllm_directory,
-        )
+        trust, directory = self.identity_options.trust_vllm_directory, found["root_dir"]
+        self.file_mapper = Namespace(directory, found["run_config"], found["rank"], is_vllms=trust)
+        if trust:
+            _check_common_name(offloading_spec, directory, self.file_mapper)
         return found
 
 
@@ -425,11 +375,10 @@ for _name, _kind in NAMES_UNDER_VLLM.items():
 
 
 def _check_common_name(
-    offloading_spec: base.OffloadingSpec, directory: str, identity: Identity
+    offloading_spec: base.OffloadingSpec, directory: str, namespace: Namespace
 ) -> None:
-    """Check that vLLM's own tier and this one use the same file names; raises ConfigError."""
+    """Check that vLLM's `fs` tier and this tier use the same file names; raises ConfigError."""
     probe = make_offload_key(bytes(range(32)))
-    namespace = Namespace(directory, identity.run_config, identity.rank, is_vllms=True)
     ours = namespace.get_file_name(probe)
     theirs = convert.file_mapper_of(offloading_spec, directory).get_file_name(probe)
     if ours != theirs:
@@ -440,7 +389,7 @@ def _check_common_name(
 
 
 def _absolute(root_dir: object) -> str:
-    """Return the absolute directory, resolved as vLLM does: relative to the working directory."""
+    """Return a directory's absolute path, relative to the working directory as under vLLM."""
     if not isinstance(root_dir, str) or not root_dir:
         raise ConfigError(f"root_dir: {root_dir!r} is not valid; give the path of a directory")
     return os.path.abspath(root_dir)  # noqa: PTH100 - Path.absolute keeps the dots

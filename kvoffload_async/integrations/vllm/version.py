@@ -1,4 +1,4 @@
-"""The contract with vLLM."""
+"""The contract with vLLM: its tested releases, and the classes and names used."""
 
 from __future__ import annotations
 
@@ -74,7 +74,3 @@ CONTRACT: Final = HostContract(
         "vllm.v1.core.sched.output:SchedulerOutput": ("finished_req_ids",),
     },
 )
-
-SUPPORTED: Final = CONTRACT.supported
-require_vllm = CONTRACT.require
-check_version = CONTRACT.check

@@ -171,7 +171,7 @@ class KVOffloadWorker(base.OffloadingWorker):
     # -- inside ---------------------------------------------------------------------------------
 
     def _require_scheduler(self) -> None:
-        """Check that the scheduler, which has sent a job, has mapped this rank's memory.
+        """Check that the scheduler, which has sent a job, has mapped the same memory as this rank.
 
         A rank on another host has created memory of its own, which nobody else reads.
         """
@@ -184,7 +184,7 @@ class KVOffloadWorker(base.OffloadingWorker):
         self._shares_with_scheduler = True
 
     def _collect(self, finished: Iterable[TransferResult]) -> None:
-        """Keep the results of finished copies, and handle failed ones."""
+        """Keep the results of finished copies, and handle failed copies."""
         for result in finished:
             slots = self._slots.pop(result.job_id, None)
             was_expedited = result.job_id in self._expedited
@@ -205,7 +205,7 @@ class KVOffloadWorker(base.OffloadingWorker):
                 )
 
     def _incomplete(self, job: TransferJobSpec) -> BlockIds:
-        """Return the slots of a store whose chunks may lack blocks.
+        """Return the slots of a store job whose chunks may lack blocks.
 
         vLLM says which block of a group is the first one, and how many there are. So if only the
         first chunk lacks its first blocks, the others are whole; otherwise none can be trusted.

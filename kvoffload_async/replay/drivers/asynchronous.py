@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING
 
 from kvoffload_async.async_engine.request import EngineRequest
 from kvoffload_async.async_engine.surface import OffloadEngine
-from kvoffload_async.core.primary import BlockState
 from kvoffload_async.errors import BusyError, StalledError, TransportError
 from kvoffload_async.replay.device import FramePool, Prompt, require_room
-from kvoffload_async.replay.drivers import ROOM_S, DriverOptions
+from kvoffload_async.replay.drivers import ROOM_S, ReplayOptions
 from kvoffload_async.replay.report import Tally
 from kvoffload_async.types import LookupResult, OffloadKey
 
@@ -42,7 +41,9 @@ class AsyncDriver:
         memory: PagedMemory,
         pool: FramePool,
         tally: Tally,
-        options: DriverOptions,
+        options: ReplayOptions,
+        *,
+        stall_timeout_s: float,
     ) -> None:
         """Create an idle driver; the arguments are those of `StepwiseDriver`."""
         self._engine = engine
@@ -51,6 +52,7 @@ class AsyncDriver:
         self._pool = pool
         self._tally = tally
         self._options = options
+        self._stall_timeout_s = stall_timeout_s
         self._admitted = 0
         self._turn = asyncio.Lock()
         self._released = asyncio.Event()
@@ -79,7 +81,7 @@ class AsyncDriver:
             for task in tasks:
                 task.cancel()
             if tasks:
-                await asyncio.wait(tasks, timeout=self._options.stall_timeout_s)
+                await asyncio.wait(tasks, timeout=self._stall_timeout_s)
 
     async def rest(self, timeout_s: float) -> bool:
         """Wait until the engine is idle; return False at the deadline."""
@@ -114,7 +116,7 @@ class AsyncDriver:
             self._options.on_step()
 
     async def _enter(self, prompt: Prompt) -> None:
-        """Wait in order for frames for the whole request."""
+        """Acquire frames for a whole request; requests wait in order of arrival."""
         async with self._turn:
             while True:
                 on_device = self._pool.match(prompt.ids)
@@ -126,15 +128,14 @@ class AsyncDriver:
         prompt.ready = len(on_device)
 
     async def _next_release(self) -> None:
-        """Wait until a request releases its frames."""
+        """Wait until any request releases its frames."""
         self._released.clear()
         try:
-            async with asyncio.timeout(self._options.stall_timeout_s):
+            async with asyncio.timeout(self._stall_timeout_s):
                 await self._released.wait()
         except TimeoutError:
             raise StalledError(
-                f"no progress for {self._options.stall_timeout_s:g} s: "
-                "no request gives its frames away"
+                f"no progress for {self._stall_timeout_s:g} s: no request gives its frames away"
             ) from None
 
     async def _replay(self, prompt: Prompt) -> None:
@@ -154,7 +155,7 @@ class AsyncDriver:
         absent = self._absent(request)
         first = prompt.ready
         while True:
-            found = await self._engine.lookup(request, self._options.stall_timeout_s)
+            found = await self._engine.lookup(request, self._stall_timeout_s)
             if self._computing.isdisjoint(prompt.ids[first + found :]):
                 break  # otherwise another request computes some: look up again
             await self._next_release()
@@ -194,8 +195,8 @@ class AsyncDriver:
             self._tally.stored_blocks += stored
 
     async def _until_released(self, request: EngineRequest) -> None:
-        if not await request.released(self._options.stall_timeout_s):
-            raise StalledError(f"a copy has not ended in {self._options.stall_timeout_s:g} s")
+        if not await request.released(self._stall_timeout_s):
+            raise StalledError(f"a copy has not ended in {self._stall_timeout_s:g} s")
 
     def _check(self, prompt: Prompt, first: int, last: int) -> None:
         if not self._options.verify or last == first:
@@ -210,14 +211,14 @@ class AsyncDriver:
 
     def _absent(self, request: EngineRequest) -> set[OffloadKey]:
         """Return the keys that are not in the primary; empty without secondary tiers."""
-        if not self._options.tier_names:
+        if not self._tally.tier_names:
             return set()
-        state_of = self._core.planner.primary.state_of
-        return {key for key in request.keys if state_of(key) is BlockState.ABSENT}
+        lookup = self._core.planner.primary.lookup
+        return {key for key in request.keys if lookup(key) is LookupResult.MISS}
 
     def _origin(self, key: OffloadKey, request: EngineRequest) -> str:
-        """Return the tier that has the key, the first one in the order of lookup."""
-        *others, last = zip(self._options.tier_names, self._core.planner.tiers, strict=True)
+        """Return the name of the first tier in lookup order that has the key."""
+        *others, last = zip(self._tally.tier_names, self._core.planner.tiers, strict=True)
         for name, tier in others:
             if tier.index.lookup(key, request.ctx) is LookupResult.HIT:
                 return name
@@ -233,9 +234,9 @@ class AsyncDriver:
             now_s = time.monotonic()
             if counters.job_results != progress:
                 progress, progress_at_s = counters.job_results, now_s
-            elif now_s - progress_at_s > self._options.stall_timeout_s:
+            elif now_s - progress_at_s > self._stall_timeout_s:
                 raise StalledError(
-                    f"no progress for {self._options.stall_timeout_s:g} s: "
+                    f"no progress for {self._stall_timeout_s:g} s: "
                     f"{len(planner.jobs)} jobs have no result"
                 )
             await self._engine.wait_for_progress(_WATCH_S)

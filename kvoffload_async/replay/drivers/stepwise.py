@@ -15,15 +15,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, cast
 
 from kvoffload_async.errors import StalledError
-from kvoffload_async.facade.connector.protocol import ConnectorGeometry, KVGroup, StepOutput
+from kvoffload_async.facade.connector.protocol import StepOutput
 from kvoffload_async.facade.connector.scheduler import OffloadingConnectorScheduler
 from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.replay.device import FramePool, Prompt, Stage, require_room
-from kvoffload_async.replay.drivers import ROOM_S, DriverOptions
+from kvoffload_async.replay.drivers import ROOM_S, ReplayOptions
 from kvoffload_async.replay.drivers.workers import Workers
 from kvoffload_async.replay.report import Tally
 from kvoffload_async.types import (
@@ -36,7 +37,7 @@ from kvoffload_async.types import (
 
 
 class RequestLevelManager:
-    """A view of an `OffloadingManager` that offers every request for storing from its first block.
+    """Wraps an `OffloadingManager`, so that each request offers its blocks from the first one on.
 
     Thus a request's hits are neither evicted by its own new blocks nor lose recency.
 
@@ -54,14 +55,14 @@ class RequestLevelManager:
         return getattr(self._manager, name)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Begin a request; its policy is that of request-level offloading."""
+        """Begin a request, with the policy of request-level offloading."""
         self._manager.on_new_request(req_context)
         return RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
 
     def prepare_store(
         self, keys: Sequence[OffloadKey], req_context: ReqContext, *, is_last: bool = False
     ) -> PrepareStoreOutput | None:
-        """Reserve slots, and note whether there was room."""
+        """Reserve slots for blocks, and record whether there was room for them."""
         granted = self._manager.prepare_store(keys, req_context, is_last=is_last)
         if granted is None or granted.keys_left_out:
             self.short[req_context.req_id] = granted is None
@@ -77,7 +78,7 @@ class RequestLevelManager:
 
 @dataclass(slots=True)
 class StepPlan:
-    """Work of one step.
+    """The work planned for one scheduler step.
 
     Attributes:
         placed: Requests that got frames; their `ready` blocks are present already.
@@ -99,7 +100,7 @@ class StepPlan:
 
 
 class Batch:
-    """Places waiting requests and extends the placed ones, in order of arrival.
+    """Allocates frames to waiting and running requests, in order of arrival.
 
     If frames run out, the latest request is preempted and restarts later. The earliest request is
     never preempted, so there is always progress. A block is computed by one request at a time:
@@ -115,7 +116,7 @@ class Batch:
         device_blocks: Callable[[Sequence[int]], list[int]],
         blocks_per_step: int | None,
     ) -> None:
-        """Create a batch that shares frames among requests.
+        """Create a batch whose requests share the frames of a pool.
 
         Args:
             connector: Asked for loadable blocks, and informed of allocated device blocks.
@@ -143,7 +144,7 @@ class Batch:
         return plan
 
     def _place(self, prompt: Prompt, plan: StepPlan) -> None:
-        """Allocate frames for a request's cached blocks, and begin to load them."""
+        """Allocate device frames for a request's cached blocks, and start to load them."""
         if not plan.names.isdisjoint(prompt.ids):
             return  # being computed by another request; found later
         on_device = self._pool.match(prompt.ids)
@@ -167,7 +168,7 @@ class Batch:
         plan.placed.append(prompt)
 
     def _grow(self, prompt: Prompt, prompts: Sequence[Prompt], plan: StepPlan) -> None:
-        """Allocate frames for the blocks to compute in this step."""
+        """Allocate frames for a request's blocks that are computed in this step."""
         count = len(prompt.ids) - prompt.ready
         if self._blocks_per_step is not None:
             count = min(count, self._blocks_per_step)
@@ -210,10 +211,9 @@ class StepwiseDriver:
         workers: Workers,
         pool: FramePool,
         tally: Tally,
-        options: DriverOptions,
+        options: ReplayOptions,
         *,
-        blocks_per_chunk: int = 1,
-        num_workers: int = 1,
+        stall_timeout_s: float,
         blocks_per_step: int | None = None,
     ) -> None:
         """Create an idle driver.
@@ -223,17 +223,13 @@ class StepwiseDriver:
             workers: Workers on the manager's slots.
             pool: The frames of the workers' devices.
             tally: Counts of the replay.
-            options: Settings of every driver.
-            blocks_per_chunk: Device blocks per frame.
-            num_workers: Number of workers.
+            options: Settings of the replay.
+            stall_timeout_s: Seconds without progress before the replay fails.
             blocks_per_step: Maximum blocks of a request computed per step; None: all.
         """
-        geometry = ConnectorGeometry(
-            (KVGroup(1),), blocks_per_chunk, blocks_per_chunk, num_workers=num_workers
-        )
         self._whole = RequestLevelManager(manager)
         self._connector = OffloadingConnectorScheduler(
-            cast("OffloadingManager", self._whole), geometry
+            cast("OffloadingManager", self._whole), workers.geometry
         )
         self._manager = manager
         self._engine = manager.planner
@@ -241,7 +237,8 @@ class StepwiseDriver:
         self._pool = pool
         self._tally = tally
         self._options = options
-        self._per_block = blocks_per_chunk
+        self._stall_timeout_s = stall_timeout_s
+        self._per_block = workers.geometry.blocks_per_chunk
         self._batch = Batch(self._connector, pool, workers.device_blocks, blocks_per_step)
         self._active: dict[str, Prompt] = {}  # in order of arrival
         self._stays_until_s: dict[str, float] = {}
@@ -289,16 +286,12 @@ class StepwiseDriver:
     def _admit(self, waiting: Iterable[Sequence[int]]) -> bool:
         """Start requests up to the concurrency limit; return whether any was started."""
         room = self._options.concurrency - self._in_flight()
-        if room <= 0:
-            return False
         first = self._admitted
-        for block_ids in waiting:
+        for block_ids in islice(waiting, max(0, room)):
             prompt = Prompt(self._admitted, block_ids, self._per_block)
             require_room(prompt, self._pool)
             self._admitted += 1
             self._active[prompt.request_id] = prompt
-            if self._admitted - first == room:
-                break
         return self._admitted > first
 
     def _in_flight(self) -> int:
@@ -324,9 +317,9 @@ class StepwiseDriver:
         )
         if progress != self._progress:
             self._progress, self._progress_at_s = progress, now_s
-        elif now_s - self._progress_at_s > self._options.stall_timeout_s:
+        elif now_s - self._progress_at_s > self._stall_timeout_s:
             raise StalledError(
-                f"no progress for {self._options.stall_timeout_s:g} s: "
+                f"no progress for {self._stall_timeout_s:g} s: "
                 f"{len(self._active)} requests wait "
                 f"and {len(self._engine.jobs)} jobs have no result"
             )
@@ -362,7 +355,7 @@ class StepwiseDriver:
         self._note_promotions()
 
     def _compute(self, prompt: Prompt, count: int) -> None:
-        """Compute the next blocks; a request ends with its last block, once that has room."""
+        """Compute a request's next blocks; after the last one, end it unless it waits for room."""
         first, last = prompt.ready, prompt.ready + count
         if count:
             self._has_news = True
@@ -384,7 +377,7 @@ class StepwiseDriver:
         self._tally.end(prompt)
 
     def _waits_for_room(self, req_id: str) -> bool:
-        """Return whether a request stays, as one that generates would, to offer blocks again."""
+        """Return whether a computed request stays in flight, to offer its blocks again."""
         if req_id not in self._whole.short:
             return False
         now_s = time.monotonic()
@@ -420,7 +413,7 @@ class StepwiseDriver:
             self._workers.verify(prompt.names[first:last], prompt.frames[first:last])
 
     def _note_promotions(self) -> None:
-        """Record the tier read for each request, from the jobs submitted in the step that ended."""
+        """Record the source tier of each request's promotions submitted in the ended step."""
         jobs = self._engine.jobs
         newest = self._seen_job_id
         for job_id in reversed(jobs):  # newest first
@@ -430,5 +423,5 @@ class StepwiseDriver:
             tier, job = jobs[job_id]
             prompt = self._active.get(job.req_context.req_id)
             if job.is_promotion and prompt is not None:
-                prompt.origins.update(dict.fromkeys(job.keys, self._options.tier_names[tier]))
+                prompt.origins.update(dict.fromkeys(job.keys, self._tally.tier_names[tier]))
         self._seen_job_id = newest

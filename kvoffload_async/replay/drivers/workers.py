@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvoffload_async.errors import StalledError
-from kvoffload_async.facade.connector.protocol import ConnectorOutput, OffloadingConnectorMetadata
+from kvoffload_async.facade.connector.protocol import (
+    ConnectorGeometry,
+    ConnectorOutput,
+    KVGroup,
+    OffloadingConnectorMetadata,
+)
 from kvoffload_async.facade.connector.worker import OffloadingConnectorWorker, summed
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.replay.report import Tally
@@ -32,15 +37,21 @@ class Workers:
     """All workers of an engine, in lockstep.
 
     Not thread-safe; call only from the scheduler's thread.
+
+    Attributes:
+        geometry: The geometry of their devices: a frame is a chunk.
     """
 
     def __init__(
         self, spec: TieringOffloadingSpec, memories: Sequence[PagedMemory], tally: Tally
     ) -> None:
-        """Start a worker for each memory; copies are counted in the tally."""
+        """Start a worker for each device memory; `tally` counts the copies."""
         self._memories = memories
         self._tally = tally
-        self._blocks_per_chunk = spec.config.blocks_per_chunk
+        per_chunk = spec.config.blocks_per_chunk
+        self.geometry = ConnectorGeometry(
+            (KVGroup(1),), per_chunk, per_chunk, num_workers=len(memories)
+        )
         self._copies: dict[JobId, _Copy] = {}
         self._workers: list[OffloadingConnectorWorker] = [
             spec.create_handlers(memory.kv_caches, worker_index=index, runtime=memory.runtime)
@@ -58,20 +69,20 @@ class Workers:
         return bool(self._copies)
 
     def device_blocks(self, frames: Sequence[int]) -> list[int]:
-        """Return the device blocks of frames, equal on every device."""
+        """Return the device blocks of frames; they are the same on every device."""
         return self._memories[0].device_blocks(frames)
 
     # -- a step ---------------------------------------------------------------------------------
 
     def begin_step(self, meta: OffloadingConnectorMetadata) -> None:
-        """Make device blocks safe to overwrite, and start loads.
+        """Await the copies that block overwriting device blocks in this step, and start its loads.
 
         Raises:
             StalledError: A copy that must end first did not end in time.
         """
         for jobs, is_store in ((meta.load_jobs, False), (meta.store_jobs, True)):
             for job_id, job in jobs.items():
-                num_blocks = len(job.device.block_ids) // self._blocks_per_chunk
+                num_blocks = len(job.device.block_ids) // self.geometry.blocks_per_chunk
                 self._copies[job_id] = _Copy(job.req_id, num_blocks, is_store, len(self._workers))
         for worker in self._workers:
             if not worker.handle_preemptions(meta):
@@ -79,12 +90,12 @@ class Workers:
             worker.start_kv_transfers(meta)
 
     def compute(self, names: BlockNames, frames: Sequence[int]) -> None:
-        """Write blocks on every device."""
+        """Compute blocks, by writing their expected content on every device."""
         for memory in self._memories:
             memory.compute(names, frames)
 
     def end_step(self, meta: OffloadingConnectorMetadata) -> None:
-        """Defer the step's stores to the next step."""
+        """Prepare the step's stores, which start in the next step."""
         for worker in self._workers:
             worker.prepare_store_kv(meta)
 

@@ -59,12 +59,12 @@ class IntegrityKey:
         raise TypeError("an integrity key cannot be serialized")
 
     def mac(self, purpose: bytes, num_bytes: int) -> blake2b:
-        """Return a hash object for a MAC of `num_bytes`, separated by purpose."""
+        """Return a hash object that computes a MAC of `num_bytes` bytes for one purpose."""
         return hashlib.blake2b(key=self._secret, digest_size=num_bytes, person=purpose)
 
 
 def read_key_file(path: str) -> IntegrityKey:
-    """Read a key from a file: its bytes, without trailing line ends.
+    """Read an integrity key from a file: the file's bytes without trailing line ends.
 
     Raises:
         ConfigError: The file cannot be read, has too few or too many bytes, is accessible to users
@@ -128,7 +128,7 @@ class BlockDigester:
 
 
 class KeyedDigester(BlockDigester):
-    """Computes MACs with the integrity key."""
+    """Computes MACs of blocks with the integrity key."""
 
     is_keyed = True
 

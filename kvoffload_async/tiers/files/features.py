@@ -38,12 +38,12 @@ class Features:
     incompatible: frozenset[str] = frozenset()
 
     def encode(self) -> dict[str, list[str]]:
-        """Encode as a JSON object."""
+        """Encode the features as a JSON object."""
         return {each.name: sorted(getattr(self, each.name)) for each in fields(self)}
 
     @classmethod
     def decode(cls, value: object) -> Self:
-        """Decode from JSON.
+        """Decode features from a JSON value.
 
         Raises:
             MalformedFormatError: The value is malformed.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 from kvoffload_async.errors import TierUnavailableError
@@ -53,10 +54,10 @@ class DirectoryIdentity:
             OSError: The status cannot be read.
         """
         try:
-            found = self._find()
+            found = self._ops.leads_to(self._path)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise self._lost("it was deleted") from error
-        if found != self._identity:
+        if (found.st_dev, found.st_ino) != self._identity:
             raise self._lost("it is another directory or filesystem now")
         for fd, name in self._watched:
             self.check_file(fd, name)
@@ -71,21 +72,15 @@ class DirectoryIdentity:
 
         It raises TierUnavailableError for every errno: a lost directory is not a full disk.
         """
-        unchecked = [self]
 
+        @cache
         def check() -> None:
-            if unchecked:
-                try:
-                    self.check()
-                except OSError as error:
-                    raise TierUnavailableError(str(error)) from error
-                unchecked.clear()
+            try:
+                self.check()
+            except OSError as error:
+                raise TierUnavailableError(str(error)) from error
 
         return check
-
-    def _find(self) -> tuple[int, int]:
-        status = self._ops.leads_to(self._path)
-        return status.st_dev, status.st_ino
 
     def _lost(self, why: str) -> LostDirectoryError:
         return LostDirectoryError(

@@ -21,7 +21,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -31,21 +31,19 @@ from kvoffload_async.tiers.files.ops import FileOps
 logger = logging.getLogger(__name__)
 
 LOCK_TIMEOUT_S: Final = 10.0
-"""Long compared to the few system calls made under a lock: a holder beyond this is stuck."""
+"""Seconds to wait for a lock; a lock is held for few system calls, unless its holder is stuck."""
 
 _PID_BYTES: Final = 32
 _FIRST_PAUSE_S: Final = 50e-6
 _LONGEST_PAUSE_S: Final = 0.02
 _MAKE: Final = os.O_RDWR | os.O_CREAT
 
-
-def _pause(seconds: float) -> None:
-    threading.Event().wait(seconds)
+_pause: Final = threading.Event().wait
 
 
 @contextlib.contextmanager
 def acquired(mutex: threading.Lock, path: str, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
-    """Hold a mutex between the threads of this process that use a file.
+    """Hold a mutex, so that one thread of this process at a time uses a file.
 
     Raises:
         TimeoutError: Another thread did not release it in time (ETIMEDOUT).
@@ -67,44 +65,33 @@ class LockedFile:
     """
 
     def __init__(
-        self,
-        ops: FileOps,
-        path: str,
-        flags: int = _MAKE,
-        *,
-        timeout_s: float = LOCK_TIMEOUT_S,
-        clock: Callable[[], float] = time.monotonic,
-        pause: Callable[[float], object] = _pause,
+        self, ops: FileOps, path: str, flags: int = _MAKE, *, timeout_s: float = LOCK_TIMEOUT_S
     ) -> None:
-        """Configure it; the first use opens the file.
+        """Configure the file; its first use opens it.
 
         Args:
             ops: System calls.
             path: Path of the file.
             flags: Open flags; with `O_CREAT` the file is created if needed.
             timeout_s: Timeout of acquiring the lock, in seconds.
-            clock: Monotonic time in seconds.
-            pause: Waits between two attempts.
         """
         self._ops = ops
         self._path = path
         self._flags = flags
         self._timeout_s = timeout_s
-        self._clock = clock
-        self._pause = pause
         self._fd: int | None = None
         # An flock belongs to the descriptor, so it does not exclude threads that share it.
         self._mutex = threading.Lock()
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[int]:
-        """Hold the lock; yield the descriptor.
+        """Hold the file's lock; yield the descriptor.
 
         Raises:
             TimeoutError: Another holder did not release it in time (ETIMEDOUT).
             OSError: The file cannot be opened or locked.
         """
-        deadline_s = self._clock() + self._timeout_s
+        deadline_s = time.monotonic() + self._timeout_s
         with acquired(self._mutex, self._path, self._timeout_s):
             fd = self._lock(deadline_s)
             try:
@@ -142,13 +129,13 @@ class LockedFile:
                     why = error.strerror or str(error)
                     raise OSError(error.errno, f"cannot be locked: {why}", self._path) from error
                 continue  # the kept descriptor may be stale
-            if self._clock() >= deadline_s:
+            if time.monotonic() >= deadline_s:
                 raise _overdue(self._path, self._timeout_s)
-            self._pause(pause_s)
+            _pause(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _opened(self) -> tuple[int, bool]:
-        """Return the descriptor, and whether it was just opened."""
+        """Return the file's descriptor, and whether it was just opened."""
         if self._fd is not None:
             return self._fd, False
         makes = self._flags & (os.O_CREAT | os.O_EXCL) == os.O_CREAT
@@ -217,15 +204,12 @@ def holder_of(ops: FileOps, path: str) -> str | None:
     Raises:
         OSError: The file cannot be opened or read.
     """
-    fd = ops.open(path, os.O_RDONLY)
-    try:
+    with ops.opened(path, os.O_RDONLY) as fd:
         return _holder(ops, fd) if ops.is_locked(fd) else None
-    finally:
-        ops.close(fd)
 
 
 def _holder(ops: FileOps, fd: int) -> str:
-    """Return the process that holds a lock, or the one recorded if the kernel does not show it.
+    """Return the id of the process that holds a lock; the recorded id if the kernel shows none.
 
     The process that took the lock may have ended, and one that inherited it may hold it. Those on
     other hosts, in other containers and of other users are not shown.

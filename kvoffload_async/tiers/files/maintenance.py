@@ -51,11 +51,11 @@ class Verdict(Enum):
     CORRUPT = "corrupt_blocks"
     UNREADABLE = "unreadable_blocks"
     GONE = "gone"
-    """Removed or replaced meanwhile."""
+    """The block was removed or replaced meanwhile."""
 
 
 def problem_of(verdict: Verdict, bad: BadBlock) -> Problem:
-    """Convert a verdict to a problem."""
+    """Convert the verdict on a bad block to a problem."""
     return Problem(f"{verdict.name.lower()}: {bad.what}: {bad.reason}", bad.what)
 
 
@@ -103,7 +103,7 @@ class Verification:
         ]
 
     def count(self, verdict: Verdict, bad: BadBlock) -> Problem | None:
-        """Count a block; return a problem if it is bad."""
+        """Count a block under its verdict; return a problem if the block is bad."""
         setattr(self, verdict.value, getattr(self, verdict.value) + 1)
         self.checked += verdict not in {Verdict.UNREADABLE, Verdict.GONE}
         listed = {Verdict.CORRUPT: self.corrupt, Verdict.UNREADABLE: self.unreadable}.get(verdict)
@@ -145,7 +145,7 @@ class Removed:
 
     @property
     def summary(self) -> Summary:
-        """The last finding."""
+        """The summary that `gc` yields as its last finding."""
         title = "Would be removed" if self.dry_run else "Removed"
         return Summary(title, self.rows, asdict(self))
 
@@ -186,7 +186,7 @@ class Cleanup(Generic[AnyRemoved]):
     def remove(
         self, removed: list[str], removal: Removal, call: Callable[[], None], problem: str = ""
     ) -> None:
-        """Remove something by a call, unless in a dry run, and note it or the failure."""
+        """Remove a part by `call`, unless in a dry run, and record the removal or the failure."""
         if not self.removed.dry_run:
             try:
                 call()
@@ -221,7 +221,7 @@ class MaintenanceIo:
         self._limiter = anyio.CapacityLimiter(IO_THREADS)
 
     async def run(self, call: Callable[[*Arguments], Checked], *arguments: *Arguments) -> Checked:
-        """Return a blocking call's result; a cancellation is delivered after it has ended."""
+        """Run a blocking call in a thread; a cancellation is delivered after the call has ended."""
         return await _result_of(self._start(call, *arguments))
 
     async def read_file(self, path: str, max_bytes: int) -> bytes:
@@ -297,7 +297,7 @@ class FolderMaintenance(StoreMaintenance):
     """Maintains a store in a folder."""
 
     def __init__(self, folder: str, ops: FileOps) -> None:
-        """Maintain the store in a folder; `ops` must have entered the directory that has it."""
+        """Maintain the store in a folder; `ops` must have entered the folder's directory."""
         self.folder = folder
         self._ops = ops
         self._key: IntegrityKey | None = None

@@ -26,6 +26,7 @@ import functools
 import logging
 import os
 import stat as stat_module
+import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, TypeVar
@@ -61,30 +62,16 @@ _NO_MAGICLINKS, _NO_SYMLINKS, _BENEATH = 0x02, 0x04, 0x08
 
 _syscall = ctypes.CDLL(None, use_errno=True).syscall
 _syscall.restype = ctypes.c_long
-_syscall.argtypes = [
-    ctypes.c_long,
-    ctypes.c_int,
-    ctypes.c_char_p,
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-]
+_syscall.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_size_t]
 
-
-class _OpenHow(ctypes.Structure):
-    _fields_ = (
-        ("flags", ctypes.c_uint64),
-        ("mode", ctypes.c_uint64),
-        ("resolve", ctypes.c_uint64),
-    )
-
-
-_HOW_BYTES: Final = ctypes.sizeof(_OpenHow)
+_HOW: Final = struct.Struct("=QQQ")
+"""Layout of `struct open_how`: flags, mode, resolve."""
 
 
 @functools.cache
-def _how(flags: int) -> _OpenHow:
-    """Return the `open_how` for these flags; cached, because it is never modified."""
-    return _OpenHow(flags, 0, _BENEATH | _NO_SYMLINKS | _NO_MAGICLINKS)
+def _how(flags: int) -> bytes:
+    """Return the packed `struct open_how` for these flags."""
+    return _HOW.pack(flags, 0, _BENEATH | _NO_SYMLINKS | _NO_MAGICLINKS)
 
 
 def open_by_kernel(root_fd: int, name: str, flags: int) -> int:
@@ -92,9 +79,9 @@ def open_by_kernel(root_fd: int, name: str, flags: int) -> int:
     encoded = os.fsencode(name)
     if b"\0" in encoded:
         raise ValueError("embedded null byte")
-    how = ctypes.byref(_how(flags | os.O_CLOEXEC))
+    how = _how(flags | os.O_CLOEXEC)
     while True:
-        fd: int = _syscall(_OPENAT2, root_fd, encoded, how, _HOW_BYTES)
+        fd: int = _syscall(_OPENAT2, root_fd, encoded, how, _HOW.size)
         if fd >= 0:
             return fd
         code = ctypes.get_errno()
@@ -135,8 +122,18 @@ def suitable_opener(root_fd: int) -> Opener:
 
 T = TypeVar("T")
 
+
+@contextlib.contextmanager
+def closing(fd: int) -> Iterator[int]:
+    """Yield a descriptor; close it at the end."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
 _KEPT_FOLDERS: Final = 4
-"""A rename uses two folders, and a store that evicts alternates between two pairs."""
+"""Folders cached per thread: a rename uses two, an evicting store alternates between two pairs."""
 
 
 class NotRegularFileError(OSError):
@@ -225,7 +222,7 @@ class FolderDescriptors(threading.local):
     _stale: Sequence[int] = ()
 
     def at(self, path: str, call: Callable[[int, str], T], open_folder: Callable[[str], int]) -> T:
-        """Call `call` with the folder descriptor and name of a path.
+        """Call `call` with a descriptor of a path's folder and the path's last component.
 
         A cached folder may have been deleted and recreated: after FileNotFoundError the call is
         retried in the current folder. The old descriptor stays open until the end of the batch,
@@ -258,7 +255,7 @@ class FolderDescriptors(threading.local):
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
-        """Cache the last few folders used by this thread."""
+        """Cache descriptors of the last few folders used by this thread."""
         kept = self._kept = {}
         try:
             yield
@@ -270,7 +267,7 @@ class FolderDescriptors(threading.local):
 
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT}
 _SHORTAGES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
-"""Of this process or machine: no fault of the directory."""
+"""Errors that show a shortage of this process or machine, not a fault of the directory."""
 
 
 def mapped(error: OSError) -> TierError:
@@ -310,7 +307,7 @@ class DirectIo:
     """
 
     def __init__(self, *, wanted: bool, where: str) -> None:
-        """Set the initial state; `where` is for the warning."""
+        """Turn the flag on if `wanted`; the warning names `where`."""
         self.flag = os.O_DIRECT if wanted else 0
         self._where = where
 
@@ -341,7 +338,7 @@ _NO_FILE: Final = {errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV}
 _ALWAYS: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _LIST_FLAGS: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _MAX_DEPTH: Final = 16
-"""Limits the descriptors of a walk; no tier nests folders this deep."""
+"""Maximum depth of a walk, to limit its descriptors; no tier nests folders this deep."""
 
 _TRIES: Final = 8
 """Attempts to open or create a file that others create and delete."""
@@ -351,7 +348,7 @@ class Tree:
     """Path resolution below the entered roots; other paths are resolved from `/`."""
 
     def __init__(self, opener: Opener | None = None) -> None:
-        """Start at `/`; `opener` overrides the choice of `suitable_opener`."""
+        """Start without roots; `opener` overrides the choice of `suitable_opener`."""
         self._folders = FolderDescriptors()
         self._opener = opener
         self._entering = threading.Lock()
@@ -381,16 +378,14 @@ class Tree:
 
     def sync_entry(self, path: str) -> None:
         """Sync the entry of a directory in its parent to the device, unless it is a mount point."""
-        fd = os.open(path.rpartition("/")[0] or "/", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        with closing(os.open(path.rpartition("/")[0] or "/", flags)) as fd:
             if os.fstat(fd).st_dev == os.stat(path).st_dev:
                 with naming_refusal("fsync"):
                     os.fsync(fd)
-        finally:
-            os.close(fd)
 
     def leave(self, root: str) -> None:
-        """Undo one `enter`."""
+        """Undo one call of `enter`."""
         path = root.rstrip("/") or "/"
         with self._entering:
             left = next((one for one in self._roots if one.path == path), None)
@@ -408,7 +403,7 @@ class Tree:
         return Root("/", Modes(), self._opener), path.lstrip("/") or "."
 
     def at(self, path: str, call: Callable[[int, str], T]) -> T:
-        """Call `call` with the folder descriptor and name of a path."""
+        """Call `call` with a descriptor of a path's folder and the path's last component."""
         return self._folders.at(path, call, self.open_folder)
 
     def batch(self) -> contextlib.AbstractContextManager[None]:
@@ -444,7 +439,7 @@ class Tree:
         return self.at(path, _stat)
 
     def move(self, source: str, target: str, call: Callable[[int, str, int, str], None]) -> None:
-        """Call `call` with the folder descriptors and names of two paths."""
+        """Call `call` with descriptors of two paths' folders and the paths' last components."""
         self.at(
             source,
             lambda source_fd, old: self.at(
@@ -494,7 +489,7 @@ class Tree:
     # -- folders --------------------------------------------------------------------------------
 
     def _make_folder(self, path: str) -> None:
-        """See `FileOps.mkdir`."""
+        """Create one folder; see `FileOps.mkdir`."""
         modes = self.locate(path)[0].modes
 
         def make(folder_fd: int, name: str) -> None:
@@ -503,12 +498,11 @@ class Tree:
             os.mkdir(name, mode & 0o777, dir_fd=folder_fd)
             if not mode & ~stat_module.S_IRWXU:
                 return
-            with contextlib.suppress(FileNotFoundError):  # others sweep empty folders
-                fd = os.open(name, _LIST_FLAGS, dir_fd=folder_fd)
-                try:
-                    give_mode(fd, mode, folder, is_given=modes.file_mode is not None)
-                finally:
-                    os.close(fd)
+            with (
+                contextlib.suppress(FileNotFoundError),  # others sweep empty folders
+                closing(os.open(name, _LIST_FLAGS, dir_fd=folder_fd)) as fd,
+            ):
+                give_mode(fd, mode, folder, is_given=modes.file_mode is not None)
 
         self.at(path, make)
 
@@ -544,11 +538,8 @@ class Tree:
 
     def entries(self, folder: str) -> list[Entry]:
         """Return paths and status of a folder's entries; skips those deleted meanwhile."""
-        fd = self.open_folder(folder, _LIST_FLAGS)
-        try:
+        with closing(self.open_folder(folder, _LIST_FLAGS)) as fd:
             return list(_entries(fd, folder))
-        finally:
-            os.close(fd)
 
     def walk(self, folder: str) -> Iterator[Entry]:
         """Yield every folder and file below a folder; skips those deleted meanwhile.
@@ -559,14 +550,16 @@ class Tree:
             fd = self.open_folder(folder, _LIST_FLAGS)
         except (FileNotFoundError, NotADirectoryError):
             return
-        try:
+        with closing(fd):
             yield from _walk(fd, folder, _MAX_DEPTH)
-        finally:
-            os.close(fd)
 
 
 def _stat(folder_fd: int, name: str) -> os.stat_result:
     return os.stat(name, dir_fd=folder_fd, follow_symlinks=False)
+
+
+def _utime(folder_fd: int, name: str) -> None:
+    os.utime(name, dir_fd=folder_fd, follow_symlinks=False)
 
 
 def _entries(fd: int, folder: str) -> Iterator[Entry]:
@@ -587,10 +580,8 @@ def _walk(fd: int, folder: str, depth: int) -> Iterator[Entry]:
                 inner_fd = os.open(path.rpartition("/")[2], _LIST_FLAGS, dir_fd=fd)
             except (FileNotFoundError, NotADirectoryError):
                 continue
-            try:
+            with closing(inner_fd):
                 yield from _walk(inner_fd, path, depth - 1)
-            finally:
-                os.close(inner_fd)
 
 
 _RENAME_NOREPLACE: Final = 1
@@ -629,7 +620,7 @@ class FileOps(Tree):
     """The operating system's calls; errors are raised as `OSError`."""
 
     def __init__(self, opener: Opener | None = None) -> None:
-        """Start at `/`; `opener` overrides the choice of `suitable_opener`."""
+        """Start without roots; `opener` overrides the choice of `suitable_opener`."""
         super().__init__(opener)
         self._renameat2 = getattr(_libc, "renameat2", None)
         # Of its errors, EPERM may also mean the file; here there is none.
@@ -675,6 +666,15 @@ class FileOps(Tree):
         with contextlib.suppress(FileNotFoundError):
             self.unlink(path)
 
+    @contextlib.contextmanager
+    def opened(self, path: str, flags: int) -> Iterator[int]:
+        """Yield a new descriptor of a path, see `open`; close it at the end."""
+        fd = self.open(path, flags)
+        try:
+            yield fd
+        finally:
+            self.close(fd)
+
     def close(self, fd: int) -> None:
         """Close a descriptor; releases its lock also for a concurrently forked child."""
         if fd in _lockable:
@@ -684,11 +684,11 @@ class FileOps(Tree):
         os.close(fd)
 
     def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
-        """Write; return the number of bytes written, possibly fewer."""
+        """Write data at an offset; return the number of bytes written, possibly fewer."""
         return os.pwrite(fd, data, offset)
 
     def pread_into(self, fd: int, buffer: memoryview, offset: int) -> int:
-        """Read into the buffer; return the number of bytes read, possibly fewer."""
+        """Read from an offset into a buffer; return the number of bytes read, possibly fewer."""
         return os.preadv(fd, [buffer], offset)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
@@ -700,7 +700,7 @@ class FileOps(Tree):
         return os.preadv(fd, buffers, offset)
 
     def fallocate(self, fd: int, size_bytes: int) -> None:
-        """Extend a file without holes to at least this size, fully allocated on disk."""
+        """Extend a file to at least this size, fully allocated on disk."""
         try:
             os.posix_fallocate(fd, 0, size_bytes)
         except OSError as error:
@@ -726,19 +726,17 @@ class FileOps(Tree):
 
     def free_bytes(self, folder: str) -> int | None:
         """Return the space that this process may use on a folder's filesystem; None: unknown."""
-        fd = self.open_folder(folder)
-        try:
-            found = os.fstatvfs(fd)
-        except OSError as error:
-            if error.errno not in REFUSALS:
-                raise
-            return None
-        finally:
-            os.close(fd)
+        with closing(self.open_folder(folder)) as fd:
+            try:
+                found = os.fstatvfs(fd)
+            except OSError as error:
+                if error.errno not in REFUSALS:
+                    raise
+                return None
         return found.f_bavail * found.f_frsize if found.f_blocks else None
 
     def exists(self, path: str) -> bool:
-        """Return whether a path exists; other errors are raised."""
+        """Return whether a path exists; errors except "not found" are raised."""
         try:
             self.stat(path)
         except (FileNotFoundError, NotADirectoryError):
@@ -780,11 +778,11 @@ class FileOps(Tree):
             raise
 
     def rename(self, source: str, target: str) -> None:
-        """Rename, replacing the target."""
+        """Rename a file, replacing the target."""
         self.move(source, target, _rename)
 
     def publish(self, source: str, target: str) -> None:
-        """Rename without replacing the target; raises FileExistsError if it exists.
+        """Rename a file; raises FileExistsError instead of replacing the target.
 
         Without support by the filesystem, it checks first, which leaves a race window.
         """
@@ -803,7 +801,7 @@ class FileOps(Tree):
 
     @property
     def can_refuse_to_replace(self) -> bool:
-        """Whether `publish` needs only one call, as far as known."""
+        """Whether the system can rename without replacing the target, as far as known."""
         return self._renameat2 is not None
 
     def unlink(self, path: str) -> None:
@@ -811,23 +809,17 @@ class FileOps(Tree):
         self.at(path, lambda folder_fd, name: os.unlink(name, dir_fd=folder_fd))
 
     def utime(self, path: str) -> None:
-        """Set a file's times to now, by the filesystem's clock; the file is not empty."""
+        """Set a file's times to now, by the filesystem's clock; the file must not be empty."""
         try:
-            self.at(
-                path,
-                lambda folder_fd, name: os.utime(name, dir_fd=folder_fd, follow_symlinks=False),
-            )
+            self.at(path, _utime)
         except OSError as error:
             if error.errno not in REFUSALS:
                 raise
-            fd = self.open(path, os.O_RDWR)
-            try:
+            with self.opened(path, os.O_RDWR) as fd:
                 os.pwrite(fd, os.pread(fd, 1, 0), 0)
-            finally:
-                os.close(fd)
 
     def lock(self, fd: int, *, wait: bool) -> bool:
-        """Take an exclusive advisory lock; False if it is taken and `wait` is false.
+        """Take an exclusive advisory lock; return False if another has it and `wait` is false.
 
         A child that is forked later neither shares the lock nor can release it.
         """
@@ -840,11 +832,11 @@ class FileOps(Tree):
         return True
 
     def unlock(self, fd: int) -> None:
-        """Release the lock."""
+        """Release the lock of an open file."""
         fcntl.flock(fd, fcntl.LOCK_UN)
 
     def is_locked(self, fd: int) -> bool:
-        """Return whether another has the lock; holds a shared lock until `close`."""
+        """Return whether another has locked a file; if not, hold a shared lock until `close`."""
         _lockable.add(fd)
         try:
             with naming_refusal("flock"):
@@ -930,17 +922,15 @@ def read_file(ops: FileOps, path: str, max_bytes: int | None = None) -> memoryvi
     Raises:
         OSError: It cannot be read, or is too large for memory.
     """
-    fd = ops.open(path, os.O_RDONLY)
-    try:
+    with ops.opened(path, os.O_RDONLY) as fd:
         size_bytes = ops.fstat(fd).st_size
         if max_bytes is not None:
             size_bytes = min(size_bytes, max_bytes)
-        buffer = np.empty(size_bytes, dtype=np.uint8).data  # zero-filling would hold the GIL
+        try:
+            buffer = np.empty(size_bytes, dtype=np.uint8).data  # zero-filling would hold the GIL
+        except MemoryError as error:  # a sparse file can have any size
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path) from error
         return buffer[: read_all(ops, fd, buffer)]
-    except MemoryError as error:  # a sparse file can have any size
-        raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), path) from error
-    finally:
-        ops.close(fd)
 
 
 def read_given(
@@ -959,15 +949,13 @@ def read_given(
         OSError: It cannot be read, or is not a regular file.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-    try:
+    with closing(fd):
         found = os.fstat(fd)
         if not stat_module.S_ISREG(found.st_mode):
             raise NotRegularFileError(path)
         check(found)
         with os.fdopen(fd, "rb", closefd=False) as file:  # a network filesystem may read less
             return file.read(max_bytes)
-    finally:
-        os.close(fd)
 
 
 def sync_folder(ops: FileOps, folder: str) -> None:
@@ -976,11 +964,8 @@ def sync_folder(ops: FileOps, folder: str) -> None:
     Raises:
         OSError: Syncing failed.
     """
-    fd = ops.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with ops.opened(folder, os.O_RDONLY | os.O_DIRECTORY) as fd:
         ops.fsync(fd)
-    finally:
-        ops.close(fd)
 
 
 def disk_bytes(status: os.stat_result) -> int:
@@ -1018,8 +1003,5 @@ def names_in(ops: FileOps, folder: str) -> list[str]:
     Raises:
         OSError: The folder cannot be read.
     """
-    fd = ops.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with ops.opened(folder, os.O_RDONLY | os.O_DIRECTORY) as fd:
         return os.listdir(fd)
-    finally:
-        ops.close(fd)

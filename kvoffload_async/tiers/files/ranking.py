@@ -28,7 +28,7 @@ class KeyRanking:
     """
 
     def __init__(self, policy: CachePolicy) -> None:
-        """Start empty and take ownership of the policy."""
+        """Start without keys, and take ownership of the policy."""
         self.policy = policy
         self.capacity_blocks = policy.capacity_blocks
         self._table = KeyTable(policy.capacity_blocks)
@@ -41,11 +41,6 @@ class KeyRanking:
         """Maps key to slot; read-only."""
         return self._table.map
 
-    @property
-    def name(self) -> str:
-        """Name of the policy."""
-        return self.policy.name
-
     def __len__(self) -> int:
         return self.capacity_blocks - self._free.count
 
@@ -56,7 +51,7 @@ class KeyRanking:
         return iter(self._table.map)
 
     def keys_of(self, slots: Sequence[int]) -> list[OffloadKey]:
-        """Return the current keys of these slots, or the last ones for free slots."""
+        """Return the key of each slot; for a free slot, its last key."""
         return self._table.keys_of(slots)
 
     def make_room(
@@ -84,7 +79,7 @@ class KeyRanking:
     def fill(
         self, count: int, portions: Iterable[tuple[npt.NDArray[np.int64], Sequence[OffloadKey]]]
     ) -> None:
-        """Fill a ranking that was always empty with keys: the nth one gets slot n.
+        """Fill an unused ranking with keys: the nth key gets slot n.
 
         Args:
             count: Number of keys; the last one is the most recent.
@@ -115,14 +110,14 @@ class KeyRanking:
         self.policy.access(slots, again)
 
     def discard(self, keys: Iterable[OffloadKey]) -> None:
-        """Forget keys that vanished."""
+        """Remove keys whose blocks have vanished."""
         found = self._table.find(list(dict.fromkeys(keys)))
         slots = [slot for slot in found if slot is not None]
         self.policy.discard(slots)
         self.remove(slots)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Remove all keys."""
         self.policy.clear()
         self._table.clear()
         self._free = FreeNumbers(self.capacity_blocks)

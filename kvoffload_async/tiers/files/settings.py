@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
@@ -29,7 +29,7 @@ from kvoffload_async.types import Locality
 
 
 def parse_key_file(value: object, key: str) -> IntegrityKey:
-    """Return the key in a file, given by its absolute path.
+    """Return the integrity key in a file, given by its absolute path.
 
     Raises:
         ConfigError: The value is not an absolute path, or the file is unusable.
@@ -50,31 +50,22 @@ class IntegrityOptions(TierSettings):
 
 
 _OCTAL: Final = re.compile(r"(?:0o)?[0-7]{3,5}")
+_OWNERS_BITS: Final = 0o600
 
 
-def permissions(required: int, allowed: int) -> Callable[[object, str], int]:
-    """Return a parser for permissions, given as octal text or as an integer.
-
-    Args:
-        required: Bits that a mode must have.
-        allowed: Bits that it may have.
-    """
-
-    def parse(value: object, key: str) -> int:
-        mode = -1
-        if isinstance(value, str) and _OCTAL.fullmatch(value):
-            mode = int(value, 8)
-        elif type(value) is int:
-            mode = value
-        if mode < 0 or mode & required != required or mode & ~allowed:
-            raise ConfigError(
-                f"{key}: {shown(value)} is not valid; give octal digits as text, with all bits of "
-                f'"{required:04o}" and none outside "{allowed:04o}", such as '
-                f'"{required | 0o060:04o}"'
-            )
-        return mode
-
-    return parse
+def parse_file_mode(value: object, key: str) -> int:
+    """Return the permissions of a file, given as octal text or as an integer."""
+    mode = -1
+    if isinstance(value, str) and _OCTAL.fullmatch(value):
+        mode = int(value, 8)
+    elif type(value) is int:
+        mode = value
+    if mode & _OWNERS_BITS != _OWNERS_BITS or mode & ~0o666:  # a negative one has all bits
+        raise ConfigError(
+            f"{key}: {shown(value)} is not valid; give octal digits as text, with all bits of "
+            '"0600" and none outside "0666", such as "0660"'
+        )
+    return mode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,7 +83,7 @@ class DiskSettings(IntegrityOptions):
     """Eviction policy at capacity."""
     direct_io: bool = option(parse_bool, default=False)
     """Bypass the page cache where the filesystem supports it."""
-    file_mode: int | None = option(or_none(permissions(0o600, 0o666)), None)
+    file_mode: int | None = option(or_none(parse_file_mode), None)
     """Permissions of new files, as octal text such as "0640"; new directories can be searched by
     whoever may read these files ("0750"). By default only the owner has permissions, and the group
     those that it has in the directory."""

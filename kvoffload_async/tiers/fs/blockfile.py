@@ -12,28 +12,17 @@ import stat as stat_module
 from collections.abc import Iterable, Sequence
 
 from kvoffload_async.errors import BlockMissingError, CorruptBlockError, TierError
-from kvoffload_async.tiers.files.ops import (
-    DirectIo,
-    FileOps,
-    NotRegularFileError,
-    disk_bytes,
-    mapped,
-)
-from kvoffload_async.tiers.fs.digest_attribute import (
-    ATTRIBUTE,
-    AttributeDigester,
-    DigestCache,
-    Origin,
-)
-from kvoffload_async.tiers.fs.layout import Namespace, bucket_of
-from kvoffload_async.tiers.fs.operations import DiskChange, FileSettings, LoadFailure, Verify
+from kvoffload_async.tiers.files.ops import NotRegularFileError, disk_bytes, mapped
+from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE, Origin
+from kvoffload_async.tiers.fs.layout import bucket_of
+from kvoffload_async.tiers.fs.operations import DiskChange, LoadFailure, Verify
 from kvoffload_async.tiers.fs.writing import BlockWriter
 from kvoffload_async.types import OffloadKey, block_text
 
 logger = logging.getLogger(__name__)
 
 _SPARE = memoryview(bytearray(1))
-"""Receives bytes after the end of a block; never read."""
+"""Buffer for a byte beyond the end of a block; its content is not used."""
 
 _INCOMPARABLE = {
     Origin.NEWER: "of a newer release",
@@ -42,41 +31,16 @@ _INCOMPARABLE = {
 """Origins whose checksums cannot be compared here, with the reason."""
 
 
-class BlockFiles:
-    """The block files of one namespace.
-
-    Attributes:
-        settings: How the files are written and read.
-        writer: Writes the files.
-        digester: Computes the values of their checksum attributes.
-        digest_cache: Cached checksum attributes.
-    """
-
-    def __init__(
-        self, ops: FileOps, namespace: Namespace, writer_id: str, settings: FileSettings
-    ) -> None:
-        """Use a namespace's files; `writer_id` is part of every temporary file's name."""
-        self._ops = ops
-        self._namespace = namespace
-        self.settings = settings
-        self._direct = DirectIo(wanted=settings.direct_io, where=namespace.folder)
-        layout = namespace.layout_of(settings.block_bytes)
-        self.digester = AttributeDigester(layout, settings.integrity_key)
-        self.digest_cache = DigestCache()
-        self.writer = BlockWriter(
-            *(ops, namespace, writer_id, settings),
-            direct=self._direct,
-            digester=self.digester,
-            digest_cache=self.digest_cache,
-        )
+class BlockFiles(BlockWriter):
+    """Reads, writes and removes the block files of one namespace."""
 
     # -- loading --------------------------------------------------------------------------------
 
     def load(
         self, items: Iterable[tuple[int, OffloadKey, memoryview]], failures: list[LoadFailure]
     ) -> None:
-        """Load blocks one by one; failures are appended, and do not affect other blocks."""
-        path_of, recall = self._namespace.get_file_name, self.digest_cache.recall
+        """Load blocks one by one; append failures to `failures`, and load the other blocks."""
+        path_of, recall = self.namespace.get_file_name, self.digest_cache.recall
         # Everything that needs no file comes first: the less work between two system calls,
         # the less the threads wait for the GIL.
         for index, key, row, path, digest in [
@@ -98,39 +62,31 @@ class BlockFiles:
     def _load_one(
         self, key: OffloadKey, row: memoryview, path: str, remembered: bytes | None, direct: int
     ) -> tuple[TierError, int | None] | None:
-        """Load a block; return the error and the bytes freed by deleting the file, or None."""
+        """Load a block; return None, or the error and the bytes freed by deleting the file."""
         try:
-            fd = self._ops.open(path, os.O_RDONLY | direct)
+            fd = self.ops.open(path, os.O_RDONLY | direct)
         except (FileNotFoundError, NotADirectoryError, NotRegularFileError):
             return BlockMissingError(f"{block_text(key)} is not stored"), 0
         except PermissionError:  # owned by another user
             return BlockMissingError(f"{block_text(key)} may not be read"), None
         try:
-            if remembered is not None and self._reads_as(fd, key, row, remembered, direct):
-                return None
+            if remembered is not None:
+                count = self.ops.preadv(fd, (row,) if direct else (row, _SPARE), 0)
+                # Matching bytes are valid, whatever the file's attribute says. Others may be, too:
+                # another process may have stored different bytes for the same key.
+                if count == len(row) and self.digester.attribute_value(key, row) == remembered:
+                    return None
             bad = self._read(fd, key, row, direct)
             if isinstance(bad, CorruptBlockError):
                 return bad, self._remove_bad(fd, path)
             return None if bad is None else (bad, None)
         finally:
-            self._ops.close(fd)
-
-    def _reads_as(
-        self, fd: int, key: OffloadKey, row: memoryview, digest: bytes, direct: int
-    ) -> bool:
-        """Read a block into the row; return whether its bytes have this digest.
-
-        If so, they are valid, whatever the file's attribute says. If not, they may still be valid:
-        another process may have stored different bytes for the same key.
-        """
-        buffers = (row,) if direct else (row, _SPARE)
-        count = self._ops.preadv(fd, buffers, 0)
-        return count == len(row) and self.digester.attribute_value(key, row) == digest
+            self.ops.close(fd)
 
     def _read(self, fd: int, key: OffloadKey, row: memoryview, direct: int) -> TierError | None:
-        """Read a block into the row; return the reason not to serve it, or None."""
+        """Read a block into the row; return the error if it must not be served, else None."""
         # Read before the bytes, so that a file overwritten meanwhile does not match.
-        digest = self._ops.get_xattr(fd, ATTRIBUTE)
+        digest = self.ops.get_xattr(fd, ATTRIBUTE)
         if digest is not None and (why := _INCOMPARABLE.get(self.digester.origin_of(digest))):
             return BlockMissingError(f"{block_text(key)} has a checksum {why}")  # the file stays
         if self.settings.verify is Verify.OFF:
@@ -138,14 +94,14 @@ class BlockFiles:
         lacks_digest = digest is None and self.settings.verify is Verify.REQUIRED
         # An incomplete file is corrupt, and a direct read past its end would be misaligned.
         if direct or lacks_digest:
-            size_bytes = self._ops.fstat(fd).st_size
+            size_bytes = self.ops.fstat(fd).st_size
             if size_bytes != len(row):
                 return CorruptBlockError(
                     f"{block_text(key)} has {size_bytes} bytes instead of {len(row)}"
                 )
         if lacks_digest:
             return BlockMissingError(f"{block_text(key)} has no checksum, and one is required")
-        done = self._fill(fd, row, beyond=not direct)
+        done = self._read_row(fd, row, beyond=not direct)
         if done != len(row):
             how = "ends" if done < len(row) else "goes on"
             return CorruptBlockError(f"{block_text(key)} {how} after {min(done, len(row))} bytes")
@@ -155,27 +111,27 @@ class BlockFiles:
             self.digest_cache.remember(key, digest)
         return None
 
-    def _fill(self, fd: int, row: memoryview, *, beyond: bool) -> int:
-        """Read a file into the row; return its number of bytes, at most one more than the row.
+    def _read_row(self, fd: int, row: memoryview, *, beyond: bool) -> int:
+        """Read a file into the row, with `beyond` one more byte; return the number of bytes read.
 
         With `beyond`, one more byte is requested to detect a file that is too long. That is free,
         while a stat is a system call.
         """
         spare = (_SPARE,) if beyond else ()
-        done = self._ops.preadv(fd, (row, *spare), 0)
+        done = self.ops.preadv(fd, (row, *spare), 0)
         while 0 < done < len(row):
-            count = self._ops.preadv(fd, (row[done:], *spare), done)
+            count = self.ops.preadv(fd, (row[done:], *spare), done)
             if not count:
                 break
             done += count
         return done
 
     def _remove_bad(self, fd: int, path: str) -> int | None:
-        """Delete a corrupt file, unless its path names another file now; see `LoadFailure`."""
+        """Delete a corrupt file if its path still names it; return the bytes freed, or None."""
         try:
-            status = self._ops.fstat(fd)
-            if os.path.samestat(status, self._ops.stat(path)):
-                self._ops.unlink(path)
+            status = self.ops.fstat(fd)
+            if os.path.samestat(status, self.ops.stat(path)):
+                self.ops.unlink(path)
                 return disk_bytes(status)
         except FileNotFoundError:
             return 0
@@ -187,24 +143,24 @@ class BlockFiles:
     # -- the rest -------------------------------------------------------------------------------
 
     def present(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
-        """Return the keys that have a file; errors count as absent."""
+        """Return the keys that have a file; a key whose check fails counts as absent."""
         found = set()
         for key in keys:
             with contextlib.suppress(OSError):
-                if self._ops.has_file(self._namespace.get_file_name(key)):
+                if self.ops.has_file(self.namespace.get_file_name(key)):
                     found.add(key)
         return frozenset(found)
 
     def remove(self, keys: Iterable[OffloadKey]) -> list[DiskChange]:
-        """Delete blocks' files; errors are logged."""
+        """Delete the files of blocks; return the changes of disk usage, and log errors."""
         changes: list[DiskChange] = []
         for key in keys:
-            path = self._namespace.get_file_name(key)
+            path = self.namespace.get_file_name(key)
             try:
-                status = self._ops.stat(path)
+                status = self.ops.stat(path)
                 if not stat_module.S_ISREG(status.st_mode):
                     continue  # not a block
-                self._ops.unlink(path)
+                self.ops.unlink(path)
             except (FileNotFoundError, NotADirectoryError):
                 continue
             except OSError as error:

@@ -25,16 +25,16 @@ _LENGTHS: Final = {_PLAIN: 1 + DIGEST_BYTES, _KEYED: 1 + KEY_ID_BYTES + DIGEST_B
 
 
 class Origin(enum.Enum):
-    """Origin of a checksum, which determines whether it can be compared here."""
+    """Origin of a block's checksum, which determines whether this tier can compare it."""
 
     OWN = enum.auto()
-    """Same configuration as this tier."""
+    """Computed in the same way as this tier's checksums."""
     OTHER_KEY = enum.auto()
-    """Another integrity key, or one where this tier has none, or none where it has one."""
+    """Computed with another integrity key, or keyed where this tier has no key, or vice versa."""
     NEWER = enum.auto()
     """Written by a newer release."""
     UNKNOWN = enum.auto()
-    """Damaged."""
+    """The attribute is damaged."""
 
 
 class AttributeDigester:
@@ -43,8 +43,6 @@ class AttributeDigester:
     def __init__(self, layout: str, integrity_key: IntegrityKey | None = None) -> None:
         self.digester = create_digester(layout, integrity_key)
         """Computes the checksums."""
-        self.is_keyed = self.digester.is_keyed
-        """Whether the checksums use an integrity key."""
         self.prefix = (
             bytes([_PLAIN]) if integrity_key is None else bytes([_KEYED]) + integrity_key.id
         )
@@ -55,7 +53,7 @@ class AttributeDigester:
         return self.prefix + self.digester.digest(key, data)
 
     def origin_of(self, value: bytes) -> Origin:
-        """Return the origin of an attribute's value; only values of `OWN` can be compared."""
+        """Return the origin of an attribute's value; only those of origin `OWN` can be compared."""
         version = value[0] if value else 0
         if version > _KEYED:
             return Origin.NEWER
@@ -65,28 +63,24 @@ class AttributeDigester:
 
 
 class DigestCache:
-    """Cache of the digests of blocks written or verified here lately, to save reading attributes.
+    """Cache of the digests of recently written or verified blocks, to save reading attributes.
 
     Thread-safe without a lock: every step is atomic in the interpreter. Instead of an order it has
     two generations. In a race, an entry may be dropped too early.
     """
 
     def __init__(self, num_blocks: int = 1 << 16) -> None:
-        """Create a cache that keeps the last `num_blocks` blocks, up to twice as many."""
+        """Cache the digests of at least the last `num_blocks` blocks, at most twice as many."""
         self._num_blocks = num_blocks
         self._young: dict[OffloadKey, bytes] = {}
         self._old: dict[OffloadKey, bytes] = {}
 
-    def __len__(self) -> int:
-        """Number of entries; a key in both generations counts twice."""
-        return len(self._young) + len(self._old)
-
     def recall(self, key: OffloadKey) -> bytes | None:
-        """Return the digest of a key's valid bytes, or None if not cached."""
+        """Return the cached digest of a block, or None."""
         return self._young.get(key) or self._old.get(key)
 
     def remember(self, key: OffloadKey, digest: bytes) -> None:
-        """Cache the digest of a key's valid bytes."""
+        """Cache the digest of a block that was written or verified."""
         if len(self._young) >= self._num_blocks:
             self._young, self._old = {}, self._young
         self._young[key] = digest

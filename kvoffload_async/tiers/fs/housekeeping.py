@@ -1,4 +1,4 @@
-"""Background maintenance of a namespace: folders, writers, count of bytes, and size."""
+"""Background maintenance of a namespace: heartbeats, walks, the shared count, and eviction."""
 
 from __future__ import annotations
 
@@ -12,20 +12,16 @@ from functools import partial
 from itertools import islice
 from typing import TypeVar
 
-from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.abc.tier import Direction, TierEnvironment
 from kvoffload_async.error_log import ErrorLog
 from kvoffload_async.errors import OffloadError
 from kvoffload_async.tables.arrays import MAX_NUMBERS
-from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
-from kvoffload_async.tiers.fs.layout import Namespace
-from kvoffload_async.tiers.fs.namespace_init import Footprint, enter_namespace
-from kvoffload_async.tiers.fs.operations import Verify
-from kvoffload_async.tiers.fs.space import Space, SpaceSettings, Trimming
+from kvoffload_async.tiers.fs.namespace_init import enter_namespace
+from kvoffload_async.tiers.fs.space import Space
 from kvoffload_async.tiers.fs.usage import UsageFile
 from kvoffload_async.tiers.fs.walk import NamespaceWalk, Step
-from kvoffload_async.tiers.fs.writers import HEARTBEAT_S, WriterRegistry
+from kvoffload_async.tiers.fs.writers import HEARTBEAT_S
 from kvoffload_async.types import OffloadKey
 
 logger = logging.getLogger(__name__)
@@ -38,53 +34,55 @@ _LEAVE_TIMEOUT_S = 1.0
 _SHARE = 0.02
 """Average share of one CPU that walks may use."""
 _SHARE_UNKNOWN = 0.5
-"""Share of one CPU while the blocks or the count are not known, or the count is too high."""
+"""Share of one CPU for walks while blocks or the count are unknown, or the count is too high."""
 _REST = 5.0
 """Minimum pause between walks, as a multiple of the last walk's duration."""
 _LEAST_REST_S = 0.02
 _STEP_S = 0.02
-"""CPU time after which a step begins no further bucket."""
+"""CPU time after which a step of a walk begins no further bucket."""
 _OPENING_S = 0.2
 """Maximum time to walk at opening, or for a job that finds no room."""
 _PORTION = 512
-"""Blocks learned at a time, so that the loop is blocked only for milliseconds."""
+"""Number of blocks processed at a time, so that the loop is blocked only for milliseconds."""
 _MOST_DISCARDS = 65_536
-"""Maximum number of blocks that wait for their removal; further ones are kept."""
-
-
-def _unchecked() -> None:
-    """Check nothing, until the root's check is set."""
+"""Maximum number of blocks queued for removal; further blocks are not removed."""
 
 
 class Housekeeping:
-    """Maintains a namespace. Call from the event loop's thread unless documented otherwise."""
+    """Maintains a namespace in the background.
+
+    Call from the event loop's thread unless documented otherwise.
+    """
 
     def __init__(
         self,
-        ops: FileOps,
-        namespace: Namespace,
-        writers: WriterRegistry,
         files: BlockFiles,
         env: TierEnvironment,
+        check_root: Callable[[], None],
         *,
         pinned: Container[OffloadKey],
     ) -> None:
-        self._ops = ops
-        self._namespace = namespace
-        self._writers = writers
+        """Create the housekeeping; it begins with `open_space` and `start`.
+
+        Args:
+            files: The block files.
+            env: The tier's environment.
+            check_root: Raises OSError if the root is not the directory that was opened.
+            pinned: Blocks that must not be discarded.
+        """
         self._files = files
+        self._folder = files.namespace.folder
+        self._writers = files.writers
         self._env = env
+        self._check_root = check_root
         self._pinned = pinned
-        self._errors = ErrorLog(logger, f"{namespace.folder}: housekeeping")
-        """Unexpected ones: without heartbeats, other writers would assume this one dead."""
+        self._errors = ErrorLog(logger, f"{self._folder}: housekeeping")
+        """Logs unexpected errors, which must not end the heartbeats of a living writer."""
         self._usage: UsageFile | None = None
         self._space: Space | None = None
-        self._trimming: Trimming | None = None
-        self._verify = Verify.OFF
-        self._check_root: Callable[[], None] = _unchecked
         self._registering = asyncio.Lock()
         self._num_registered = 1
-        self._walk = NamespaceWalk(ops, namespace, writers, None)
+        self._walk = NamespaceWalk(files.ops, files.namespace, files.writers, None)
         self._task: asyncio.Task[None] | None = None
         self._walking = asyncio.Lock()
         self._unwanted: dict[OffloadKey, None] = {}
@@ -95,61 +93,38 @@ class Housekeeping:
         self._next_step_s = 0.0
         self._next_look_s = 0.0
 
-    def enter(self, verify: Verify) -> None:
-        """Create the folders, and register.
-
-        Raises:
-            OSError: The directory cannot be created or written.
-            ConfigError: The filesystem lacks a feature that `verify` requires, or a newer release
-                has changed the directory's format.
-
-        Runs on an I/O thread.
-        """
-        self._verify = verify
-        enter_namespace(self._ops, self._namespace, self._writers, self._files.writer, verify)
-
-    async def open_space(
-        self,
-        settings: SpaceSettings,
-        create_policy: Callable[[int], CachePolicy],
-        row_bytes: int,
-    ) -> Space:
-        """Join the shared count.
+    async def open_space(self, capacity_bytes: int) -> Space:
+        """Join the shared count, and return the `Space` that enforces the capacity.
 
         Raises:
             ConfigError: The capacity is less than one block, or the count's format is newer.
             OSError: The count's file cannot be used.
         """
-        status = await self._run(partial(self._ops.stat, self._namespace.folder))
-        footprint = Footprint.of(status, row_bytes)
-        footprint.check(settings.capacity_bytes)
-        block_bytes = footprint.block_bytes
+        files = self._files
+        status = await self._run(partial(files.ops.stat, self._folder))
+        block_bytes = files.settings.allocated_bytes(files.block_bytes, status)
         usage = UsageFile(
-            self._ops,
-            self._namespace.folder,
+            files.ops,
+            self._folder,
             self._writers.writer_id,
             self._writers.living,
-            leftover_bytes=lambda: len(self._files.writer.leftover_temps) * block_bytes,
+            leftover_bytes=lambda: len(files.leftover_temps) * block_bytes,
         )
         await self._run(lambda: usage.open(self._writers.entry_bytes()))
         self._usage = usage
-        self._walk = NamespaceWalk(self._ops, self._namespace, self._writers, usage)
+        self._walk = NamespaceWalk(files.ops, files.namespace, self._writers, usage)
         self._space = Space(
-            settings,
-            create_policy(min(settings.capacity_bytes // block_bytes, MAX_NUMBERS)),
+            files.settings.create_policy(min(capacity_bytes // block_bytes, MAX_NUMBERS)),
             usage,
-            self._files,
+            files,
+            self._env,
+            capacity_bytes=capacity_bytes,
             block_bytes=block_bytes,
-            announce_found=self._env.blocks_appeared,
-            announce_gone=self._env.blocks_evicted,
-        )
-        self._trimming = Trimming(
-            usage, self._space, self._run, self._namespace.folder, settings.capacity_bytes
         )
         return self._space
 
     async def look_around(self) -> None:
-        """Walk for a moment, a whole cycle if the namespace is small; then evict if necessary.
+        """Walk over the namespace for a limited time, at most a cycle; then evict if necessary.
 
         Raises:
             OSError: The namespace or its count cannot be used.
@@ -158,27 +133,18 @@ class Housekeeping:
             await self._walk_for(_OPENING_S, lambda step: step.ends_cycle)
         await self._trim()
 
-    def start(self, rescan_interval_s: float, check_root: Callable[[], None]) -> None:
-        """Start housekeeping in the background.
-
-        Args:
-            rescan_interval_s: Minimum seconds between two cycles of walks.
-            check_root: Raises OSError if the root is not the directory that was opened.
-        """
-        self._check_root = check_root
+    def start(self) -> None:
+        """Start housekeeping in the background."""
         self._task = asyncio.get_running_loop().create_task(
-            self._run_periodically(rescan_interval_s), name="fs:housekeeping"
+            self._run_periodically(), name="fs:housekeeping"
         )
 
-    async def look_for_blocks(self, count: int) -> bool:
-        """Walk for a moment in search of `count` evictable blocks, unless that was just done.
+    async def look_for_blocks(self, space: Space, count: int) -> bool:
+        """Walk for a limited time to find `count` evictable blocks, unless a walk has just ended.
 
         Returns:
             Whether a walk was made since the call.
         """
-        space = self._space
-        if space is None:
-            return False
         walks = self._walks
         async with self._walking:
             if self._walks != walks:
@@ -189,19 +155,16 @@ class Housekeeping:
                 return False
             try:
                 await self._walk_for(
-                    _OPENING_S,
-                    lambda step: space.can_evict(count) or step.ends_cycle,
+                    _OPENING_S, lambda step: space.can_evict(count) or step.ends_cycle
                 )
             except (OSError, OffloadError) as error:
-                logger.warning(
-                    "%s: looking for room failed: %s", self._namespace.folder, str(error)
-                )
+                logger.warning("%s: looking for room failed: %s", self._folder, str(error))
                 return False
             self._next_look_s = loop.time() + _REST * (loop.time() - begun_s)
             return True
 
     async def recover(self) -> bool:
-        """Register again if necessary, after a failed store; return whether that happened."""
+        """Register the writer again if needed after a failed store; return whether it was."""
         try:
             return await self._beat()
         except (OSError, OffloadError) as error:
@@ -215,14 +178,14 @@ class Housekeeping:
         if (num_kept := sum(key not in waiting for key in keys)) > 0:
             logger.warning(
                 "%s: %d blocks are not removed, because %d others wait for it; ask again later",
-                *(self._namespace.folder, num_kept, len(waiting)),
+                *(self._folder, num_kept, len(waiting)),
             )
         if waiting and self._discarding is None:
             task = asyncio.get_running_loop().create_task(self._discard(), name="fs:discard")
             self._discarding = task
 
     async def leave(self) -> None:
-        """Stop, release reservations, and unregister."""
+        """Stop housekeeping, release reservations, and unregister the writer."""
         self._is_leaving.set()
         tasks = {task for task in (self._task, self._discarding) if task is not None}
         for task in tasks:
@@ -237,7 +200,7 @@ class Housekeeping:
         return await self._env.io.run(Direction.METADATA, call)
 
     async def _beat(self) -> bool:
-        """Send a heartbeat, or register again; return whether the tier was registered again.
+        """Send a heartbeat, or register the writer again; return whether it was registered again.
 
         This writer's entry is removed together with the namespace or its folder of writers, or by
         another writer that assumed this one dead, for instance after ten minutes of suspension.
@@ -263,22 +226,25 @@ class Housekeeping:
             return True
 
     def _enter_again(self) -> None:
-        """Register and create the folders again, as at opening. Runs on an I/O thread."""
+        """Register the writer and create the folders again, as at opening. On an I/O thread."""
         self._check_root()
         self._writers.renew_id()
-        self._files.writer.rename(self._writers.writer_id)
-        self.enter(self._verify)
+        self._files.forget_synced()
+        enter_namespace(self._files)
         if self._usage is not None:  # a writer must register before it joins the count
             self._usage.rename_writer(self._writers.writer_id)
 
     async def _begin_anew(self) -> None:
-        """Begin a new cycle, after the namespace or its count was removed and created again."""
+        """Begin a new cycle of walks, because the namespace or its count was created again."""
         async with self._walking:
             self._walk.begin_anew()
         await self.look_around()
 
     def _close(self) -> None:
-        """Leave the count and unregister, each even if the other fails. On an I/O thread."""
+        """Leave the count and unregister the writer, each even if the other fails.
+
+        Runs on an I/O thread.
+        """
         with contextlib.ExitStack() as steps:
             steps.callback(self._unregister)
             if self._usage is not None:
@@ -286,15 +252,16 @@ class Housekeeping:
 
     def _unregister(self) -> None:
         try:
-            self._files.writer.sweep_leftover_temps()
+            self._files.sweep_leftover_temps()
         except OSError:
             self._writers.die()  # the next start finds this writer dead, and sweeps its files
             raise
         self._writers.unregister()
 
-    async def _run_periodically(self, rescan_interval_s: float) -> None:
+    async def _run_periodically(self) -> None:
         """Send heartbeats, and walk in small steps."""
         loop = asyncio.get_running_loop()
+        rescan_interval_s = self._files.settings.rescan_interval_s
         tick_s = min(HEARTBEAT_S, rescan_interval_s)
         tick_at_s = loop.time() + tick_s
         while True:
@@ -312,7 +279,7 @@ class Housekeeping:
                     await self._trim()
             except (OSError, OffloadError) as error:
                 self._next_step_s = max(self._next_step_s, loop.time() + tick_s)
-                logger.warning("%s: housekeeping failed: %s", self._namespace.folder, str(error))
+                logger.warning("%s: housekeeping failed: %s", self._folder, str(error))
             except Exception as error:  # noqa: BLE001 - see the attribute
                 self._next_step_s = max(self._next_step_s, loop.time() + tick_s)
                 self._errors.note(error)
@@ -325,12 +292,12 @@ class Housekeeping:
         """
         await self._beat()
         try:
-            await self._run(self._files.writer.sweep_leftover_temps)
+            await self._run(self._files.sweep_leftover_temps)
         finally:
             await self._trim()
 
     async def _discard(self) -> None:
-        """Remove the unwanted blocks, a portion at a time."""
+        """Remove the blocks queued by `discard`, a portion at a time."""
         try:
             while keys := list(islice(self._unwanted, _PORTION)):
                 for key in keys:  # first, because a request that comes meanwhile is a new one
@@ -339,13 +306,12 @@ class Housekeeping:
                     try:
                         await self._remove(keys)
                     except (OSError, OffloadError) as error:
-                        folder = self._namespace.folder
-                        logger.warning("%s: blocks were not removed: %s", folder, str(error))
+                        logger.warning("%s: blocks were not removed: %s", self._folder, str(error))
         finally:
             self._discarding = None
 
     async def _remove(self, keys: Sequence[OffloadKey]) -> None:
-        """Remove the files of those of these blocks that may go, and announce it."""
+        """Remove the files of blocks that are not pinned or in use, and announce the eviction."""
 
         def find() -> frozenset[OffloadKey]:
             self._check_root()
@@ -360,7 +326,7 @@ class Housekeeping:
             self._env.blocks_evicted(idle)
 
     async def _walk_for(self, seconds: float, is_enough: Callable[[Step], bool]) -> None:
-        """Walk until `is_enough`, or for `seconds`. Call with the lock of walks held."""
+        """Walk until `is_enough` is true, or for `seconds`. Call with the lock of walks held."""
         loop = asyncio.get_running_loop()
         begun_s, cpu_s = loop.time(), 0.0
         until_s = time.monotonic() + seconds
@@ -377,7 +343,7 @@ class Housekeeping:
         self._walks += 1
 
     async def _take_step(self, should_stop: Callable[[], bool]) -> Step:
-        """Walk over a few buckets, and learn their blocks. Call with the lock of walks held."""
+        """Walk over a few buckets, and add the blocks found. Call with the lock of walks held."""
         loop = asyncio.get_running_loop()
         begun_s = loop.time()
         space = self._space
@@ -396,11 +362,11 @@ class Housekeeping:
                 space.blocks.end_walk()
         self._rest(begun_s, step.cpu_s)
         if step.error is not None:
-            logger.warning("%s: a part is unreadable: %s", self._namespace.folder, str(step.error))
+            logger.warning("%s: a part is unreadable: %s", self._folder, str(step.error))
         return step
 
     async def _learn(self, space: Space, step: Step) -> float:
-        """Learn the blocks found by a step, in portions; return the CPU seconds used."""
+        """Add the blocks found by a step to the known blocks; return the CPU seconds used."""
         cpu_s = 0.0
         found = list(step.found)
         surplus: list[OffloadKey] = []
@@ -416,19 +382,19 @@ class Housekeeping:
             cpu_s += time.thread_time() - begun_s
             await asyncio.sleep(0)
         if step.ends_cycle:
-            space.blocks.end_cycle()
+            space.blocks.is_first_cycle = False
         for first in range(0, len(surplus), _PORTION):  # last, because removing may fail
             await space.remove(space.withdraw(surplus[first : first + _PORTION]), self._run)
         return cpu_s
 
     @property
     def _is_known(self) -> bool:
-        """Whether walks are not urgent: all blocks are known, and can be stored."""
+        """Whether all blocks are known and new ones can be stored, so that walks are not urgent."""
         space = self._space
         return space is None or (space.can_store and not space.blocks.is_first_cycle)
 
     def _rest(self, begun_s: float, cpu_s: float) -> None:
-        """Schedule the next step."""
+        """Schedule the next step so that walks stay within their share of a CPU."""
         now_s = asyncio.get_running_loop().time()
         rest_s = cpu_s * (1 / (_SHARE if self._is_known else _SHARE_UNKNOWN) - 1)
         if self._is_known:
@@ -436,5 +402,5 @@ class Housekeeping:
         self._next_step_s = now_s + max(rest_s, _LEAST_REST_S)
 
     async def _trim(self) -> None:
-        if self._trimming is not None:
-            await self._trimming.trim()
+        if self._space is not None:
+            await self._space.trim(self._run)

@@ -34,10 +34,10 @@ class Ages:
     """
 
     def __init__(self) -> None:
-        """Start empty."""
+        """Start without recorded times."""
         self.held: dict[OffloadKey, float] = {}
         self._changed_s = array("d")
-        """Slot -> modification time in s; NaN: used since, or no block."""
+        """Slot -> modification time of its block in s; NaN if it was used, or there is none."""
         self._seen_s: npt.NDArray[np.float64] = np.empty(0)
         self._held: list[OffloadKey] = []
         self._order: npt.NDArray[np.intp] = np.empty(0, np.intp)
@@ -46,7 +46,7 @@ class Ages:
     def note(
         self, keys: Iterable[OffloadKey], slots: Iterable[int], ages: Mapping[OffloadKey, float]
     ) -> None:
-        """Record the times of blocks by slot; a key without a time was used."""
+        """Record the modification times of blocks by slot; a key without a time was used."""
         changed_s = self._changed_s
         for key, slot in zip(keys, slots, strict=True):
             if slot >= len(changed_s):
@@ -66,7 +66,7 @@ class Ages:
         return sort
 
     def take(self, count: int) -> tuple[list[int], list[OffloadKey]]:
-        """Take the next oldest: the slots of ranked blocks, and the keys of others.
+        """Take the next oldest blocks: the slots of ranked blocks, and the keys of others.
 
         Blocks used meanwhile are skipped. Both lists are empty only when none are left.
         """
@@ -84,10 +84,6 @@ class Ages:
                     slots.append(number)
         return slots, keys
 
-    def rest(self) -> Sequence[OffloadKey]:
-        """Return the remaining blocks that could not be ranked, oldest first."""
-        return sorted(self.held, key=self.held.__getitem__)
-
 
 _SLOTS_AT_ONCE: Final = 8192
 _MARKS: Final = 255
@@ -95,7 +91,7 @@ _NO_AGES: Final[Mapping[OffloadKey, float]] = {}
 
 
 class KnownBlocks:
-    """The blocks ranked by a policy, with the marks of walks.
+    """The blocks ranked by an eviction policy, marked by the walks that have seen them.
 
     Attributes:
         is_first_cycle: Whether the first cycle of walks has not ended.
@@ -108,7 +104,7 @@ class KnownBlocks:
         busy: Container[OffloadKey],
         announce: Callable[[Sequence[OffloadKey]], object],
     ) -> None:
-        """Start empty.
+        """Start without known blocks.
 
         Args:
             policy: Ranks the blocks.
@@ -128,25 +124,21 @@ class KnownBlocks:
         self._left: set[OffloadKey] | None = None
 
     def begin_cycle(self) -> None:
-        """Begin a cycle: use a new mark from now on."""
+        """Begin a cycle of walks: use a new mark from now on."""
         self._mark = self._mark % _MARKS + 1
 
-    def end_cycle(self) -> None:
-        """End a cycle: all blocks that existed at its beginning are known."""
-        self.is_first_cycle = False
-
     def begin_walk(self) -> None:
-        """Begin to record evicted blocks, which a walk may have seen before; see `end_walk`."""
+        """Record evicted blocks until `end_walk`, because a walk may have seen them before."""
         self._left = set()
 
     def end_walk(self) -> None:
-        """Stop recording evicted blocks: the walk's results were learned."""
+        """Stop recording evicted blocks, after `learn` has processed the walk's results."""
         self._left = None
 
     def learn(
         self, keys: Sequence[OffloadKey], ages: Mapping[OffloadKey, float] = _NO_AGES
     ) -> list[OffloadKey]:
-        """Add blocks that were seen, and mark known ones.
+        """Add blocks that a walk has seen or a request has used, and mark known ones.
 
         Args:
             keys: The blocks.
@@ -177,7 +169,7 @@ class KnownBlocks:
         return news[:surplus]
 
     def seen(self, keys: Sequence[OffloadKey]) -> list[int]:
-        """Add and mark blocks that were seen through a use; return the slots of ranked ones."""
+        """Add and mark blocks that were just used; return the slots of ranked ones."""
         slots = self._policy.find(keys)
         if self.ages is not None or None in slots:
             self.learn(keys)
@@ -188,7 +180,7 @@ class KnownBlocks:
         return ranked
 
     def take_oldest(self, count: int) -> list[OffloadKey]:
-        """Remove the next oldest idle blocks among those found by the first cycle.
+        """Remove the next oldest idle blocks among those found by the first cycle of walks.
 
         Returns:
             At most `count` blocks; empty if none are left.
@@ -225,17 +217,17 @@ class KnownBlocks:
         self._end = max(self._end, max(slots, default=-1) + 1)
 
     def leave(self, keys: Iterable[OffloadKey]) -> None:
-        """Record blocks whose eviction begins."""
+        """Record that the eviction of blocks begins."""
         self._leaving.update(keys)
 
     def left(self, keys: Sequence[OffloadKey]) -> None:
-        """Record that the eviction of blocks has ended, removed or not."""
+        """Record that the eviction of blocks has ended, whether their files were removed or not."""
         self._leaving.difference_update(keys)
         if self._left is not None:
             self._left.update(keys)
 
     def vanished(self, first: int, unwalked: Container[int]) -> tuple[list[OffloadKey], int | None]:
-        """Return some blocks that this cycle did not see, and the slot to continue at or None."""
+        """Return some blocks that this cycle has not seen, and the slot to continue at, or None."""
         end = min(first + _SLOTS_AT_ONCE, self._end)
         marks = np.asarray(self._marks[first:end])
         slots = (np.flatnonzero((marks != 0) & (marks != self._mark)) + first).tolist()

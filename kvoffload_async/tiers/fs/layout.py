@@ -25,10 +25,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from kvoffload_async.tiers.files.ops import disk_bytes, safe_name
-from kvoffload_async.types import (
-    OffloadKey,
-    make_offload_key,
-)
+from kvoffload_async.types import OffloadKey, make_offload_key
 
 _DIGEST_DIGITS = 12
 BLOCK_SUFFIX = ".bin"
@@ -50,7 +47,7 @@ _VLLMS_FOLDER: Final = re.compile(r"[0-9a-f]{2,3}(/[0-9a-f]{0,2}_g[0-9]+)?")
 
 
 class Namespace:
-    """The folder of one run configuration and rank.
+    """The folder with the blocks of one run configuration and rank.
 
     Attributes:
         digest: Identifies the layout of the blocks' bytes.
@@ -76,7 +73,7 @@ class Namespace:
         self.folder = f"{self.base_path}_r{rank}"
 
     def get_file_name(self, key: OffloadKey) -> str:
-        """Return the path of a key's block."""
+        """Return the path of the file of a block, given its key."""
         return self.names_of([key], 0)[0]
 
     def names_of(self, keys: Iterable[OffloadKey | None], start: int) -> list[str]:
@@ -99,7 +96,7 @@ class Namespace:
         return names
 
     def key_of(self, path: str) -> OffloadKey | None:
-        """Return the key of a block's path, or None if the path is not a block's."""
+        """Return the key of the block stored at a path, or None if it is not a block's path."""
         folder, _, name = path.rpartition("/")
         digits, _, group = name.removesuffix(BLOCK_SUFFIX).partition("_g")
         if self.is_vllms:
@@ -116,7 +113,7 @@ class Namespace:
         return bool(_VLLMS_FOLDER.fullmatch(name)) if self.is_vllms else name in FOLDERS
 
     def layout_of(self, block_bytes: int) -> str:
-        """Return the name of the layout of a block's bytes."""
+        """Return the identifier of the layout of blocks with `block_bytes` bytes."""
         return f"{self.digest}:{self.rank}:{block_bytes}"
 
 
@@ -126,7 +123,7 @@ def bucket_of(key: OffloadKey) -> int:
 
 
 def counted_bytes(status: os.stat_result) -> int:
-    """Return the disk bytes of a file, or the growth of a folder.
+    """Return the bytes to count: the disk bytes of a file, or the growth of a folder.
 
     Folders as they are made, of up to 4 KiB each, are not counted.
     """

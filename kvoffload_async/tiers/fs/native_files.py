@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import compress
-from typing import Self
+from typing import TYPE_CHECKING
 
-from kvoffload_async.abc.tier import TierEnvironment
-from kvoffload_async.block_io.choice import create_file_io
 from kvoffload_async.block_io.contract import (
     FILE_NOT_BEGUN,
     FILE_PRESENT,
@@ -22,20 +20,22 @@ from kvoffload_async.block_io.contract import (
     FILE_WRITTEN,
     Attribute,
     FileBatch,
-    FileIo,
     FileStores,
     StoredFiles,
 )
 from kvoffload_async.errors import TierClosedError, TierError, TierUnavailableError
 from kvoffload_async.tiers.files.digests import DIGEST_BYTES
-from kvoffload_async.tiers.files.ops import FileOps, Root
+from kvoffload_async.tiers.files.ops import Root
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE
-from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX, Namespace
+from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX
 from kvoffload_async.tiers.fs.operations import StoreItem, StoreStatus, Verify
 from kvoffload_async.tiers.fs.space import RunIo
 from kvoffload_async.tiers.fs.writing import UNVERIFIED_MARKER
 from kvoffload_async.types import OffloadKey
+
+if TYPE_CHECKING:
+    from kvoffload_async.block_io.native_io import NativeBlockIo
 
 logger = logging.getLogger(__name__)
 
@@ -50,51 +50,13 @@ _STATUSES = {
 class NativeFiles:
     """Native I/O on the block files of one namespace."""
 
-    def __init__(
-        self,
-        file_io: FileIo,
-        ops: FileOps,
-        namespace: Namespace,
-        files: BlockFiles,
-        run_store: RunIo,
-    ) -> None:
-        """See `create`."""
+    def __init__(self, file_io: NativeBlockIo, files: BlockFiles, run_store: RunIo) -> None:
+        """Use `file_io` for the blocks; `run_store` runs the other I/O calls of stores."""
         self._file_io = file_io
-        self._ops = ops
-        self._namespace = namespace
         self._files = files
-        self._writer = files.writer
         self._attribute = Attribute(ATTRIBUTE, files.digester.prefix)
         self._verifies = files.settings.verify is not Verify.OFF
         self._run_store = run_store
-
-    @classmethod
-    def create(
-        cls,
-        env: TierEnvironment,
-        ops: FileOps,
-        namespace: Namespace,
-        files: BlockFiles,
-        *,
-        threads: int,
-        run_store: RunIo,
-    ) -> Self | None:
-        """Return the native fast path; None if native code is not used.
-
-        Args:
-            env: The tier's environment.
-            ops: The system calls.
-            namespace: Location of the files.
-            files: Block files, with their checksums.
-            threads: Number of threads that move bytes.
-            run_store: Runs the I/O calls of stores.
-
-        Raises:
-            ConfigError: Native code is required but unusable.
-        """
-        digester, is_system = files.digester.digester, type(ops) is FileOps
-        file_io = create_file_io(env, ops, digester, threads=threads, is_system=is_system)
-        return None if file_io is None else cls(file_io, ops, namespace, files, run_store)
 
     async def load(self, keys: Sequence[OffloadKey], rows: Sequence[int]) -> Sequence[int]:
         """Load blocks into rows; return the indices that must be loaded by `BlockFiles`."""
@@ -118,22 +80,23 @@ class NativeFiles:
 
         The results of the others are filled in, even if this is cancelled.
         """
-        writer, settings = self._writer, self._writer.settings
-        if writer.lacks_attributes or not self._ops.can_refuse_to_replace:
+        files, settings = self._files, self._files.settings
+        if files.lacks_attributes or not files.ops.can_refuse_to_replace:
             return items
         keys = [item.key for item in items]
         root, folder, names = self._located(keys)
-        stem, serial = writer.temp_names()
+        stem, serial = files.temp_names()
+        overwrites = self._verifies and not settings.trust_vllm_directory
         how = FileStores(
             self._located([item.victim for item in items])[2],
-            f"{folder}/{UNVERIFIED_MARKER}" if settings.reuses_inodes and self._verifies else "",
+            f"{folder}/{UNVERIFIED_MARKER}" if overwrites else "",
             bytes([item.may_write for item in items]),
             stem,
             serial,
             self._attribute,
             root.modes.file_mode,
             settings.fsync,
-            settings.counts_bytes,
+            settings.capacity_bytes is not None,
             self._verifies,
         )
         batch = FileBatch((root.fd, root.path), names, keys, [item.slot for item in items])
@@ -144,7 +107,7 @@ class NativeFiles:
         finally:
             for stored in ended:
                 left = self._take(items, stored)
-                path_of = self._namespace.get_file_name
+                path_of = files.namespace.get_file_name
                 temps = {
                     f"{path_of(item.key)}{stem}{serial + index}{TEMP_SUFFIX}": item
                     for index, item in enumerate(items if left else ())
@@ -152,29 +115,33 @@ class NativeFiles:
                 }
                 if temps or settings.fsync:
                     await self._finish(items, list(temps))
-                left = self._without_leftovers(left, temps)
+                for temp in temps.keys() & files.leftover_temps:  # no room for a second one
+                    temps[temp].error = TierUnavailableError(
+                        "a temporary file could not be removed"
+                    )
+                left = [item for item in left if item.error is None]
         return left
 
     async def present(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
-        """Return the keys that have a file; errors count as absent."""
+        """Return the keys that have a file; a key whose check fails counts as absent."""
         root, _, names = self._located(keys)
         found = await self._file_io.has_files((root.fd, root.path), names)
         return frozenset(compress(keys, found))
 
     async def close(self) -> None:
-        """Wait until all operations have ended."""
+        """Wait until all operations have ended, and close the native I/O."""
         await self._file_io.close()
 
     # -- inside ---------------------------------------------------------------------------------
 
     def _located(self, keys: Sequence[OffloadKey | None]) -> tuple[Root, str, list[str]]:
-        """Return the root, to be kept open meanwhile, and, relative to it, folder and files."""
-        root, folder = self._ops.locate(self._namespace.folder)
-        start = len(self._namespace.folder) - len(folder)
-        return root, folder, self._namespace.names_of(keys, start)
+        """Return the root, to be kept open, and the paths of folder and files relative to it."""
+        namespace = self._files.namespace
+        root, folder = self._files.ops.locate(namespace.folder)
+        return root, folder, namespace.names_of(keys, len(namespace.folder) - len(folder))
 
     def _take(self, items: Sequence[StoreItem], stored: StoredFiles) -> list[StoreItem]:
-        """Fill in the results of a batch; return the blocks without one."""
+        """Fill in the results of a batch; return the blocks that `BlockWriter` has to process."""
         left = []
         prefix, remember = self._attribute.prefix, self._files.digest_cache.remember
         numbers, count = stored.disk_bytes, len(items)
@@ -194,31 +161,24 @@ class NativeFiles:
                 item.error = TierClosedError("the block was not begun")
         return left
 
-    def _without_leftovers(
-        self, left: list[StoreItem], temps: Mapping[str, StoreItem]
-    ) -> list[StoreItem]:
-        """Fail blocks whose temporary file is left: there is no room for a second one."""
-        kept = temps.keys() & self._writer.leftover_temps
-        for temp in kept:
-            temps[temp].error = TierUnavailableError("a temporary file could not be removed")
-        failed = {temps[temp] for temp in kept}
-        return [item for item in left if item not in failed] if failed else left
-
     async def _finish(self, items: Sequence[StoreItem], temps: Sequence[str]) -> None:
-        """Remove leftovers and sync names; without a thread, they stay and fail, respectively."""
+        """Remove leftover temporary files, and sync the names of stored blocks.
+
+        If no thread can run this, the files are removed later, and stores with `fsync` fail.
+        """
 
         def finish() -> None:
             for temp in temps:
-                self._writer.discard(temp)
-            self._writer.sync_names(items)
+                self._files.discard_temp(temp)
+            self._files.sync_names(items)
 
         try:
             await self._run_store(finish)
         except asyncio.CancelledError:  # it may not have run
-            self._writer.leftover_temps += temps
+            self._files.leftover_temps += temps
             raise
         except TierError as error:
             logger.warning("temporary files of a job not removed yet: %s", str(error))
-            self._writer.leftover_temps += temps
-            for item in items if self._writer.settings.fsync else ():
+            self._files.leftover_temps += temps
+            for item in items if self._files.settings.fsync else ():
                 item.status, item.error = StoreStatus.FAILED, error

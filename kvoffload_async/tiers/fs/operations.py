@@ -1,4 +1,4 @@
-"""Settings, arguments and results of operations on block files."""
+"""Arguments and results of operations on block files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvoffload_async.errors import TierError, TierFullError
-from kvoffload_async.tiers.files.digests import IntegrityKey
 from kvoffload_async.tiers.fs.layout import bucket_of
 from kvoffload_async.types import OffloadKey
 
@@ -16,36 +15,11 @@ class Verify(enum.StrEnum):
     """Which blocks a load accepts."""
 
     REQUIRED = "required"
-    """Only those with a valid checksum."""
+    """Only blocks with a valid checksum."""
     WHEN_PRESENT = "when_present"
-    """Those with a valid checksum or none."""
+    """Blocks with a valid checksum or without a checksum."""
     OFF = "off"
-    """Those of the right length, unless another key or a newer release made their checksum."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileSettings:
-    """How the files of a namespace are written and read.
-
-    Attributes:
-        block_bytes: Length of every file.
-        verify: See `Verify`.
-        integrity_key: Key of the checksums; requires `verify` to be `REQUIRED`.
-        direct_io: Bypass the page cache where supported.
-        fsync: Wait for the device before a file is published.
-        reuses_inodes: Whether a victim's inode may be overwritten, provided that no process reads
-            this namespace without verifying: such a reader could read the new bytes under the old
-            name.
-        counts_bytes: Whether stores report their disk usage, which costs system calls.
-    """
-
-    block_bytes: int
-    verify: Verify = Verify.WHEN_PRESENT
-    integrity_key: IntegrityKey | None = None
-    direct_io: bool = False
-    fsync: bool = False
-    reuses_inodes: bool = False
-    counts_bytes: bool = True
+    """Blocks of the right length, unless another key or a newer release made their checksum."""
 
 
 class StoreStatus(enum.Enum):
@@ -54,7 +28,7 @@ class StoreStatus(enum.Enum):
     WRITTEN = enum.auto()
     PRESENT = enum.auto()
     ABSENT = enum.auto()
-    """Expected to be present, but missing; nothing was written."""
+    """The block was expected to be present, but is missing; nothing was written."""
     VICTIM_GONE = enum.auto()
     """The victim's file, which was to be reused, is missing; nothing was written."""
     FAILED = enum.auto()
@@ -66,7 +40,7 @@ DiskChange = tuple[int, int]
 
 @dataclass(slots=True, eq=False)
 class StoreItem:
-    """One block to store, and the result.
+    """One block to store, and the result of storing it.
 
     Attributes:
         index: Its index in the job.
@@ -92,10 +66,6 @@ class StoreItem:
     added_bytes: int = 0
     removed_bytes: int = 0
 
-    def again(self) -> StoreItem:
-        """Return the block for another attempt, without room or result."""
-        return StoreItem(self.index, self.key, self.slot)
-
 
 @dataclass(frozen=True, slots=True)
 class LoadFailure:
@@ -112,12 +82,13 @@ class LoadFailure:
     freed_bytes: int | None = None
 
 
+STORED = frozenset({StoreStatus.WRITTEN, StoreStatus.PRESENT})
 LOST_ROOM = frozenset({StoreStatus.ABSENT, StoreStatus.VICTIM_GONE})
 """Results after which a block may be retried once there is room."""
 
 
 def failures_of(items: Sequence[StoreItem]) -> dict[int, TierError]:
-    """Return the errors by index; blocks whose room was taken by others count as without room."""
+    """Return the errors of blocks by index; a block whose room was taken gets `TierFullError`."""
     failures: dict[int, TierError] = {}
     for item in items:
         if item.error is not None:
@@ -128,7 +99,7 @@ def failures_of(items: Sequence[StoreItem]) -> dict[int, TierError]:
 
 
 def changes_of(items: Sequence[StoreItem]) -> list[DiskChange]:
-    """Return the changes of the disk by stores."""
+    """Return the changes of disk usage made by stores."""
     changes: list[DiskChange] = []
     for item in items:
         bucket = bucket_of(item.key)

@@ -19,11 +19,18 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from kvoffload_async.abc.policy import CachePolicy
+from kvoffload_async.abc.tier import TierEnvironment
 from kvoffload_async.errors import OffloadError
 from kvoffload_async.tiers.files.ranking import KeyRanking, placeholders
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.known_blocks import KnownBlocks
-from kvoffload_async.tiers.fs.operations import DiskChange, StoreItem, StoreStatus, changes_of
+from kvoffload_async.tiers.fs.operations import (
+    STORED,
+    DiskChange,
+    StoreItem,
+    StoreStatus,
+    changes_of,
+)
 from kvoffload_async.tiers.fs.usage import Operation, Usage, UsageFile
 from kvoffload_async.types import OffloadKey
 
@@ -31,8 +38,10 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_STORED = frozenset({StoreStatus.WRITTEN, StoreStatus.PRESENT})
 _TRIM_BATCH = 256
+_SLICE_S = 5.0
+"""Maximum time per call of `Space.trim`, so that the caller can send heartbeats."""
+_PORTION = 1024
 _ENTRY_BYTES = 4096
 _ENTRIES_SHARE = 64
 _MAX_ENTRIES_BYTES = 16 * _ENTRY_BYTES
@@ -44,24 +53,9 @@ class RunIo(Protocol):
     def __call__(self, call: Callable[[], T], /) -> Awaitable[T]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class SpaceSettings:
-    """Limits of a namespace.
-
-    Attributes:
-        capacity_bytes: Maximum disk bytes, never exceeded.
-        high_watermark: Fraction of it above which background eviction starts.
-        low_watermark: Fraction of it at which background eviction stops.
-    """
-
-    capacity_bytes: int
-    high_watermark: float
-    low_watermark: float
-
-
 @dataclass(slots=True)
 class Plan:
-    """Room for the blocks of a job.
+    """Room planned for the blocks of a store job.
 
     Attributes:
         items: Blocks to store, each with its room.
@@ -75,71 +69,67 @@ class Plan:
 
 
 class Space:
-    """Space of one namespace as seen by one tier. Loop thread only."""
+    """Manages the space of one namespace for one tier. Loop thread only."""
 
     def __init__(
         self,
-        settings: SpaceSettings,
         policy: CachePolicy,
         usage: UsageFile,
         files: BlockFiles,
+        env: TierEnvironment,
         *,
+        capacity_bytes: int,
         block_bytes: int,
-        announce_found: Callable[[Iterable[OffloadKey]], None],
-        announce_gone: Callable[[Iterable[OffloadKey]], None],
     ) -> None:
         """Start without known blocks.
 
         Args:
-            settings: The limits.
             policy: Ranks the known blocks; owned by this object.
             usage: The shared count.
             files: The block files.
+            env: Told of the blocks of other processes or runs that were found, and of those that
+                were evicted or have vanished.
+            capacity_bytes: Maximum disk bytes, never exceeded.
             block_bytes: Disk bytes of a block's file.
-            announce_found: Called with the blocks of other processes or runs that were found.
-            announce_gone: Called with the blocks that were evicted or have vanished.
         """
-        self._settings = settings
+        self._capacity_bytes = capacity_bytes
         self._policy = KeyRanking(policy)
         self._usage = usage
         self._files = files
         self._block_bytes = block_bytes
         # Tiers that open later find room for their entries, and need not evict blocks for them.
-        entries_bytes = settings.capacity_bytes // _ENTRIES_SHARE // _ENTRY_BYTES * _ENTRY_BYTES
-        self._limit_bytes = settings.capacity_bytes - min(entries_bytes, _MAX_ENTRIES_BYTES)
-        self._announce_gone = announce_gone
-        self._busy: set[OffloadKey] = set()
-        self._pinned_again: Counter[OffloadKey] = Counter()
-        """Pins of busy blocks beyond the first of each."""
+        entries_bytes = capacity_bytes // _ENTRIES_SHARE // _ENTRY_BYTES * _ENTRY_BYTES
+        self._limit_bytes = capacity_bytes - min(entries_bytes, _MAX_ENTRIES_BYTES)
+        self._announce_gone = env.blocks_evicted
+        self._busy: Counter[OffloadKey] = Counter()
+        """Block -> number of its pins."""
         self._passed: set[OffloadKey] = set()
         """Busy blocks that the policy was not allowed to evict."""
-        self.blocks = KnownBlocks(self._policy, self._busy, announce_found)
+        self.blocks = KnownBlocks(self._policy, self._busy, env.blocks_appeared)
+        self._has_warned = False
+        self._is_sorted = False
+        self._before_bytes = 0
+        self._num_trimmed = 0
+        """Blocks evicted in the background since the high watermark was exceeded."""
 
     def can_evict(self, count: int) -> bool:
-        """Tell whether there are so many evictable blocks whose room could be used."""
+        """Return whether `count` blocks can be evicted and their room can be used."""
         return self.can_store and self._num_idle(count) >= count
 
     @property
     def can_store(self) -> bool:
-        """Whether the count is complete and does not exceed a reduced capacity.
+        """Whether the shared count is complete and does not exceed a reduced capacity.
 
         If it does, the oldest blocks have to be evicted first, and are not all known yet.
         """
-        is_over = self._usage.total_bytes > self._settings.capacity_bytes
+        is_over = self._usage.total_bytes > self._capacity_bytes
         return self._usage.is_complete and not (is_over and self.blocks.ages is not None)
 
-    def gauges(self) -> dict[str, float]:
+    def gauges(self) -> dict[str, int]:
         """Return the usage of the directory as last read by this process. Thread-safe."""
-        return {
-            "used_bytes": self._usage.total_bytes,
-            "capacity_bytes": self._settings.capacity_bytes,
-        }
+        return {"used_bytes": self._usage.total_bytes, "capacity_bytes": self._capacity_bytes}
 
     # -- known blocks --------------------------------------------------------------------------
-
-    def known(self) -> frozenset[OffloadKey]:
-        """Return the known blocks. For inspection."""
-        return frozenset(self._policy)
 
     def drop_vanished(self, first: int, unwalked: Container[int]) -> int | None:
         """Drop some of the blocks that a complete cycle of walks has not seen.
@@ -158,7 +148,7 @@ class Space:
         return more
 
     def present(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
-        """Return the known ones of these blocks."""
+        """Return the keys whose blocks are known."""
         return [key for key in keys if key in self._policy]
 
     def forget(self, keys: Sequence[OffloadKey]) -> None:
@@ -167,59 +157,83 @@ class Space:
         self._policy.discard(keys)
 
     def used(self, keys: Sequence[OffloadKey]) -> None:
-        """Record a use of blocks, first block first."""
+        """Record a use of blocks, ordered head to tail."""
         self._policy.access(keys)
 
     def loaded(self, keys: Sequence[OffloadKey]) -> None:
-        """Record loaded blocks, first block first; they may be stored by another process."""
+        """Record loaded blocks, ordered head to tail; another process may have stored them."""
         slots = self.blocks.seen(keys)
         self._policy.policy.access(slots, [True] * len(slots))
 
     def pin(self, keys: Sequence[OffloadKey]) -> None:
-        """Prevent the removal of blocks while they are pinned, read or written."""
-        if not self._busy.isdisjoint(keys):
-            self._pinned_again.update(self._busy.intersection(keys))
+        """Prevent the removal of blocks that are pinned, read or written, until `unpin`."""
         self._busy.update(keys)
 
     def unpin(self, keys: Sequence[OffloadKey]) -> None:
-        """Release one `pin` of the same blocks."""
-        released = set(keys)
-        if self._pinned_again:
-            shared = self._pinned_again.keys() & released
-            released -= shared
-            unpin(self._pinned_again, shared)
-        self._busy -= released
-        if passed := self._passed & released:
-            self._passed -= passed
-            self._policy.released(list(passed))
+        """Remove one pin from each of these blocks."""
+        unpin(self._busy, keys)
+        if released := [key for key in self._passed.intersection(keys) if key not in self._busy]:
+            self._passed.difference_update(released)
+            self._policy.released(released)
 
     # -- room for a job -------------------------------------------------------------------------
 
-    async def plan(self, items: Sequence[StoreItem], run_io: RunIo, *, squeeze: bool) -> Plan:
-        """Reserve room for blocks, evicting others; `account` must be called afterwards.
+    async def plan(
+        self, items: Sequence[StoreItem], run_io: RunIo, check: Callable[[], None], *, squeeze: bool
+    ) -> Plan:
+        """Reserve room for blocks, evicting others if needed; `account` must be called afterwards.
 
         Args:
             items: Blocks to store.
             run_io: Runs a call on an I/O thread.
+            check: Called there before room is reserved; what it raises is raised.
             squeeze: The disk is full below the capacity: every block must replace another.
         """
         plan = Plan()
         try:
-            await self._fill(plan, items, run_io, squeeze=squeeze)
+            keys = [item.key for item in items]
+            granted, num_new = 0, self._policy.find(keys).count(None)
+            if num_new:
+                limit_bytes = 0 if squeeze else self._limit_bytes
+
+                def begin() -> None:  # noted in the plan also if the wait for it is cancelled
+                    check()
+                    plan.operation = self._usage.begin(self._block_bytes, num_new, limit_bytes)
+
+                await run_io(begin)
+            if plan.operation is not None:
+                granted = plan.operation.reserved_bytes // self._block_bytes
+            new: list[StoreItem] = []
+            # Looked up again: another job may have stored it.
+            for item, slot in zip(items, self._policy.find(keys), strict=True):
+                item.may_write = slot is None
+                (new if item.may_write else plan.items).append(item)
+            roomy = max(0, min(granted, len(new), self._policy.capacity_blocks - len(self._policy)))
+            # Without a complete count, the room of a victim cannot be used.
+            count = self._num_idle(min(len(new), num_new) - roomy) if self.can_evict(1) else 0
+            coming = new[: roomy + count]
+            victims = self._evict([item.key for item in coming], count)
+            if not victims:
+                del coming[roomy:]
+            plan.unplaced = new[len(coming) :]
+            self.blocks.admit([item.key for item in coming])
+            for item, victim in zip(coming[roomy:], victims, strict=True):
+                item.victim = victim
+            plan.items += coming
         except BaseException:
             await self.account(plan, run_io)
             raise
         return plan
 
     async def account(self, plan: Plan, run_io: RunIo) -> None:
-        """Process the results of a job and update the shared count; undo untried items."""
+        """Process the results of a store, roll back untried items, and update the shared count."""
         kept: list[OffloadKey] = []
         dropped: list[OffloadKey] = []
         evicted: list[OffloadKey] = []
         victims: list[OffloadKey] = []
         for item in plan.items:
             status = item.status
-            if status in _STORED:
+            if status in STORED:
                 kept.append(item.key)
             elif item.may_write or status is StoreStatus.ABSENT:
                 dropped.append(item.key)
@@ -238,7 +252,7 @@ class Space:
             await self.settle(plan.operation, changes_of(plan.items), run_io)
 
     def operation(self) -> Operation:
-        """Return an operation that may remove a few blocks without room of its own."""
+        """Return an operation without reserved room, for a job that may remove a few blocks."""
         return Operation(self._usage.marks)
 
     async def settle(
@@ -255,57 +269,32 @@ class Space:
         except (OSError, OffloadError) as error:
             logger.warning("the shared count was not updated: %s", str(error))
 
-    async def _fill(
-        self, plan: Plan, items: Sequence[StoreItem], run_io: RunIo, *, squeeze: bool
-    ) -> None:
-        keys = [item.key for item in items]
-        granted, num_new = 0, self._policy.find(keys).count(None)
-        if num_new:
-            granted = await self._begin(plan, num_new, run_io, squeeze=squeeze)
-        new: list[StoreItem] = []
-        # Looked up again: another job may have stored it.
-        for item, slot in zip(items, self._policy.find(keys), strict=True):
-            item.may_write = slot is None
-            (new if item.may_write else plan.items).append(item)
-        roomy = max(0, min(granted, len(new), self._policy.capacity_blocks - len(self._policy)))
-        # Without a complete count, the room of a victim cannot be used.
-        count = self._num_idle(min(len(new), num_new) - roomy) if self.can_evict(1) else 0
-        coming = new[: roomy + count]
-        victims = self._evict([item.key for item in coming], count)
-        if not victims:
-            del coming[roomy:]
-        plan.unplaced = new[len(coming) :]
-        self.blocks.admit([item.key for item in coming])
-        for item, victim in zip(coming[roomy:], victims, strict=True):
-            item.victim = victim
-        plan.items += coming
-
-    async def _begin(self, plan: Plan, count: int, run_io: RunIo, *, squeeze: bool) -> int:
-        """Begin the operation of a plan for new blocks; return for how many there is free room."""
-
-        def begin() -> None:
-            limit_bytes = 0 if squeeze else self._limit_bytes
-            plan.operation = self._usage.begin(self._block_bytes, count, limit_bytes)
-
-        await run_io(begin)
-        return 0 if plan.operation is None else plan.operation.reserved_bytes // self._block_bytes
-
     # -- background eviction ----------------------------------------------------------------
 
-    def num_excess(self, usage: Usage, *, trimming: bool) -> int:
-        """Return the number of blocks to evict in the background, at most one batch.
+    async def trim(self, run_io: RunIo) -> None:
+        """Evict blocks down to the low watermark, or for a limited time; call again to continue.
 
-        Args:
-            usage: The shared count.
-            trimming: Whether eviction has begun, and continues to the low watermark.
+        Raises:
+            OSError: The count cannot be used.
         """
-        settings = self._settings
-        mark = settings.low_watermark if trimming else settings.high_watermark
-        excess = max(0, usage.total_bytes - int(mark * settings.capacity_bytes))
-        return min(_TRIM_BATCH, -(-excess // self._block_bytes))
+        if self.blocks.is_first_cycle:
+            self._warn_of_waiting()
+            return
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + _SLICE_S
+        now = await run_io(self._usage.read)
+        if not self._num_trimmed:
+            self._before_bytes = now.total_bytes
+        while victims := await self._take_excess(now, run_io):
+            await self.remove(victims, run_io)
+            self._num_trimmed += len(victims)
+            now = await run_io(self._usage.read)
+            if loop.time() >= until_s:
+                return
+        await self._end_trimming(now, run_io)
 
     def withdraw(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
-        """Remove those of these blocks that are idle from the policy; `remove` deletes the files.
+        """Remove the idle blocks from the policy and return them; `remove` deletes their files.
 
         Blocks that are not known yet are included.
         """
@@ -313,10 +302,6 @@ class Space:
         self._policy.discard(idle)
         self.blocks.leave(idle)
         return idle
-
-    def evict_idle(self, count: int) -> list[OffloadKey]:
-        """Remove up to `count` idle blocks from the policy; `remove` deletes their files."""
-        return self._evict([], self._num_idle(count))
 
     async def remove(self, victims: Sequence[OffloadKey], run_io: RunIo) -> None:
         """Delete the files of blocks removed from the policy; then update the count."""
@@ -334,6 +319,71 @@ class Space:
             self._announce_gone(victims)
             await self._report(run_io)
 
+    def evict_idle(self, count: int) -> list[OffloadKey]:
+        """Remove up to `count` idle blocks from the policy; `remove` deletes their files."""
+        return self._evict([], self._num_idle(count))
+
+    def num_excess(self, now: Usage) -> int:
+        """Return the number of blocks to evict in the background, at most one batch.
+
+        Eviction begins above the high watermark, and continues to the low one.
+        """
+        settings = self._files.settings
+        mark = settings.low_watermark if self._num_trimmed else settings.high_watermark
+        excess_bytes = max(0, now.total_bytes - int(mark * self._capacity_bytes))
+        return min(_TRIM_BATCH, -(-excess_bytes // self._block_bytes))
+
+    async def _take_excess(self, now: Usage, run_io: RunIo) -> list[OffloadKey]:
+        """Remove the next blocks to evict from the policy: the oldest, if their ages are known."""
+        count, ages = self.num_excess(now), self.blocks.ages
+        if not count:
+            return []
+        if ages is not None:
+            if not self._is_sorted:
+                await run_io(ages.sorting())
+                self._is_sorted = True
+            if victims := self.blocks.take_oldest(count):
+                return victims
+        return self.evict_idle(count)
+
+    async def _end_trimming(self, now: Usage, run_io: RunIo) -> None:
+        """Add blocks that could not be ranked before; log removals due to a reduced capacity."""
+        blocks = self.blocks
+        if blocks.ages is not None:
+            held, blocks.ages = blocks.ages.held, None
+            rest = sorted(held, key=held.__getitem__)  # oldest first
+            for first in range(0, len(rest), _PORTION):
+                surplus = blocks.learn(rest[first : first + _PORTION])
+                await asyncio.sleep(0)
+                await self.remove(self.withdraw(surplus), run_io)
+        num_trimmed, self._num_trimmed = self._num_trimmed, 0
+        if num_trimmed and self._before_bytes > self._capacity_bytes:
+            logger.warning(
+                "%s: %d bytes were stored, and capacity_bytes is %d: %d blocks were removed, the "
+                "least valuable first, and %d bytes are stored now",
+                self._files.namespace.folder,
+                self._before_bytes,
+                self._capacity_bytes,
+                num_trimmed,
+                now.total_bytes,
+            )
+
+    def _warn_of_waiting(self) -> None:
+        """Warn once that a reduced capacity takes effect only after a cycle of walks."""
+        total_bytes = self._usage.total_bytes
+        if self._has_warned or not self._usage.is_complete or total_bytes <= self._capacity_bytes:
+            return
+        self._has_warned = True
+        logger.warning(
+            "%s: %d bytes are stored, and capacity_bytes is %d: blocks are served, and no new ones "
+            "stored until a walk over all of them has found the oldest to remove",
+            self._files.namespace.folder,
+            total_bytes,
+            self._capacity_bytes,
+        )
+
+    # -- inside ---------------------------------------------------------------------------------
+
     def _num_idle(self, most: int) -> int:
         """Return the number of known blocks that are not busy, at most `most`."""
         num = len(self._policy) - len(self._busy)
@@ -342,7 +392,7 @@ class Space:
         return min(num, most)
 
     def _evict(self, coming: Sequence[OffloadKey], count: int) -> list[OffloadKey]:
-        """Remove `count` idle blocks from the policy, or none; `coming` are the new blocks.
+        """Remove `count` idle blocks from the policy, or none, to make room for blocks `coming`.
 
         Some of the new blocks may already have room.
         """
@@ -359,103 +409,9 @@ class Space:
 
 
 def unpin(pins: Counter[OffloadKey], keys: Iterable[OffloadKey]) -> None:
-    """Remove one pin from each of these blocks, which have one."""
+    """Remove one pin from each of these blocks, if it has one."""
     for key in keys:
-        pins[key] -= 1
-        if not pins[key]:
-            del pins[key]
-
-
-_SLICE_S = 5.0
-"""Maximum time per call, so that the caller can send heartbeats."""
-_PORTION = 1024
-
-
-class Trimming:
-    """Trims one namespace to its capacity."""
-
-    def __init__(
-        self, usage: UsageFile, space: Space, run: RunIo, folder: str, capacity_bytes: int
-    ) -> None:
-        """Create the object; `folder` and `capacity_bytes` appear in log messages."""
-        self._usage = usage
-        self._space = space
-        self._run = run
-        self._folder = folder
-        self._capacity_bytes = capacity_bytes
-        self._has_warned = False
-        self._is_sorted = False
-        self._before_bytes = 0
-        self._num_removed = 0
-
-    async def trim(self) -> None:
-        """Evict blocks down to the low watermark, or for a limited time; call again to continue.
-
-        Raises:
-            OSError: The count cannot be used.
-        """
-        if self._space.blocks.is_first_cycle:
-            self._warn_of_waiting()
-            return
-        loop = asyncio.get_running_loop()
-        until_s = loop.time() + _SLICE_S
-        now = await self._run(self._usage.read)
-        if not self._num_removed:
-            self._before_bytes = now.total_bytes
-        while victims := await self._victims(now):
-            await self._space.remove(victims, self._run)
-            self._num_removed += len(victims)
-            now = await self._run(self._usage.read)
-            if loop.time() >= until_s:
-                return
-        await self._end(now)
-
-    # -- inside ---------------------------------------------------------------------------------
-
-    def _warn_of_waiting(self) -> None:
-        """Warn once that a reduced capacity takes effect only after a cycle of walks."""
-        total_bytes = self._usage.total_bytes
-        if self._has_warned or not self._usage.is_complete or total_bytes <= self._capacity_bytes:
-            return
-        self._has_warned = True
-        logger.warning(
-            "%s: %d bytes are stored, and capacity_bytes is %d: blocks are served, and no new ones "
-            "stored until a walk over all of them has found the oldest to remove",
-            self._folder,
-            total_bytes,
-            self._capacity_bytes,
-        )
-
-    async def _victims(self, now: Usage) -> list[OffloadKey]:
-        space, ages = self._space, self._space.blocks.ages
-        count = space.num_excess(now, trimming=self._num_removed > 0)
-        if not count:
-            return []
-        if ages is not None:
-            if not self._is_sorted:
-                await self._run(ages.sorting())
-                self._is_sorted = True
-            if victims := space.blocks.take_oldest(count):
-                return victims
-        return space.evict_idle(count)
-
-    async def _end(self, now: Usage) -> None:
-        """Learn blocks that could not be ranked before; log removals after a reduced capacity."""
-        blocks = self._space.blocks
-        if blocks.ages is not None:
-            rest, blocks.ages = blocks.ages.rest(), None
-            for first in range(0, len(rest), _PORTION):
-                surplus = blocks.learn(rest[first : first + _PORTION])
-                await asyncio.sleep(0)
-                await self._space.remove(self._space.withdraw(surplus), self._run)
-        num_removed, self._num_removed = self._num_removed, 0
-        if num_removed and self._before_bytes > self._capacity_bytes:
-            logger.warning(
-                "%s: %d bytes were stored, and capacity_bytes is %d: %d blocks were removed, the "
-                "least valuable first, and %d bytes are stored now",
-                self._folder,
-                self._before_bytes,
-                self._capacity_bytes,
-                num_removed,
-                now.total_bytes,
-            )
+        if pins[key] > 1:
+            pins[key] -= 1
+        else:
+            pins.pop(key, None)

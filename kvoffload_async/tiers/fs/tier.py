@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import AsyncExitStack
 from functools import partial
-from typing import Any, ClassVar, Self, TypeVar
+from typing import ClassVar, TypeVar
 
 from kvoffload_async.abc.events import BlockFailures
 from kvoffload_async.abc.maintenance import StoreMaintenance
-from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.abc.tier import (
     AsyncTier,
     Direction,
-    KVIdentity,
     TierBounds,
     TierCapabilities,
     TierEnvironment,
-    TierLocation,
 )
-from kvoffload_async.config import (
-    TierOptions,
-    one_of,
-    option,
-    or_none,
-    parse_bool,
-    parse_fraction,
-    parse_seconds,
-    parse_size_bytes,
-)
+from kvoffload_async.block_io.choice import create_file_io
 from kvoffload_async.errors import (
-    ConfigError,
     CorruptBlockError,
     TierClosedError,
     TierError,
@@ -43,21 +29,14 @@ from kvoffload_async.errors import (
 from kvoffload_async.tiers.files.identity import DirectoryIdentity
 from kvoffload_async.tiers.files.modes import warn_of_others
 from kvoffload_async.tiers.files.ops import FileOps, mapped, unusable, warn_of_capacity
-from kvoffload_async.tiers.files.settings import DiskSettings
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.housekeeping import Housekeeping
-from kvoffload_async.tiers.fs.layout import Namespace, bucket_of
-from kvoffload_async.tiers.fs.namespace_init import Footprint
+from kvoffload_async.tiers.fs.layout import bucket_of
+from kvoffload_async.tiers.fs.namespace_init import enter_namespace
 from kvoffload_async.tiers.fs.native_files import NativeFiles
-from kvoffload_async.tiers.fs.operations import (
-    LOST_ROOM,
-    FileSettings,
-    LoadFailure,
-    StoreItem,
-    Verify,
-    failures_of,
-)
-from kvoffload_async.tiers.fs.space import Space, SpaceSettings, unpin
+from kvoffload_async.tiers.fs.operations import LOST_ROOM, LoadFailure, StoreItem, failures_of
+from kvoffload_async.tiers.fs.settings import WAITS_FOR_DEVICE, FsSettings
+from kvoffload_async.tiers.fs.space import Space, unpin
 from kvoffload_async.tiers.fs.usage import Operation
 from kvoffload_async.tiers.fs.writers import WriterRegistry
 from kvoffload_async.types import JobMetadata, OffloadKey
@@ -72,76 +51,8 @@ _SHARE_BYTES = 1 << 20
 """Minimum bytes of a job per thread; below that, waking another thread does not pay."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FsSettings(DiskSettings):
-    """The options of an `fs` tier, and the identity of its blocks.
-
-    Attributes:
-        io_threads: I/O threads of the tier.
-    """
-
-    verify: Verify = option(one_of(Verify), Verify.WHEN_PRESENT)
-    """Blocks that are served: only those with a valid checksum ("required"), those without an
-    invalid one ("when_present"), or all ("off")."""
-    capacity_bytes: int | None = option(or_none(parse_size_bytes), None)
-    """Maximum allocated disk space in bytes; None: unlimited."""
-    high_watermark: float = option(parse_fraction, 1.0)
-    """Fraction of the capacity above which blocks are evicted in the background."""
-    low_watermark: float = option(parse_fraction, 0.95)
-    """Fraction of the capacity at which background eviction stops."""
-    fsync: bool = option(parse_bool, default=False)
-    """Report a block as stored only after its bytes, checksum and name are on the device."""
-    rescan_interval_s: float = option(parse_seconds, 60.0)
-    """Minimum seconds between two scans of the directory for blocks that other processes have added
-    or removed; longer if scans would take more than 2 % of a core."""
-    trust_vllm_directory: bool = option(parse_bool, default=False, is_internal=True)
-    """Use the layout of vLLM's own tier, to share its directory."""
-    io_threads: int = 3
-
-    @classmethod
-    def of(cls, options: Mapping[str, Any], identity: KVIdentity) -> Self:
-        common = TierOptions.take(options)
-        settings = super().of(options, identity)
-        high, low, verify = settings.high_watermark, settings.low_watermark, settings.verify
-        if low > high:
-            raise ConfigError(
-                f"low_watermark: {low} is above high_watermark={high}; it must not be"
-            )
-        settings.check_verifies(str(verify), does=verify is not Verify.OFF)
-        loads = common.read_threads(waits_for_device=FsTier.waits_for_device)
-        return replace(
-            settings,
-            verify=verify if settings.integrity_key is None else Verify.REQUIRED,
-            io_threads=loads + common.n_write_threads,
-        )
-
-    @property
-    def space(self) -> SpaceSettings | None:
-        """The capacity and its watermarks; None without a capacity."""
-        if self.capacity_bytes is None:
-            return None
-        return SpaceSettings(self.capacity_bytes, self.high_watermark, self.low_watermark)
-
-    def locations(self, identity: KVIdentity) -> list[TierLocation]:
-        has_limit = self.capacity_bytes is not None and identity.block_bytes > 0
-        check = partial(self.check_room, identity.block_bytes) if has_limit else None
-        return [TierLocation(self.root_dir, self.capacity_bytes, check=check)]
-
-    def check_room(self, block_bytes: int, folder: os.stat_result) -> None:
-        """Raise ConfigError if the capacity is too small for a block in a folder."""
-        if self.capacity_bytes is not None:
-            Footprint.of(folder, block_bytes).check(self.capacity_bytes)
-
-    @property
-    def namespace(self) -> Namespace:
-        """The location of the blocks."""
-        return Namespace(
-            self.root_dir, self.run_config, self.rank, is_vllms=self.trust_vllm_directory
-        )
-
-
 class FsTier(AsyncTier):
-    """One file per block, in a directory that processes and hosts may share.
+    """A tier with one file per block, in a directory that processes and hosts may share.
 
     A large job runs on several I/O threads; a free thread takes the next few blocks. Each block
     succeeds or fails on its own.
@@ -156,44 +67,29 @@ class FsTier(AsyncTier):
         Trouble.TOO_SLOW: "raise cpu_bytes_to_use, set write_back to wait, or make the tier "
         "faster: raise n_write_threads, use a faster disk, or slab",
     }
-    waits_for_device = True  # to create, open and write a file for each block
+    waits_for_device = WAITS_FOR_DEVICE
 
-    def __init__(
-        self,
-        settings: FsSettings,
-        create_policy: Callable[[int], CachePolicy] | None = None,
-        ops: FileOps | None = None,
-    ) -> None:
-        """Create the tier; does no I/O before `open`.
-
-        Args:
-            settings: See `FsSettings`.
-            create_policy: Creates the eviction policy for a given number of blocks; by default
-                that of the settings.
-            ops: The system calls, by default those of the settings; tests inject faults here.
-        """
-        # Without a capacity, blocks are not tracked.
-        has_account = settings.space is not None
+    def __init__(self, settings: FsSettings) -> None:
+        """Create the tier; does no I/O before `open`."""
         self.capabilities = TierCapabilities(
             exclusive=False,
             persistent=True,
             locality=settings.locality,
-            announces_removals=has_account,
+            announces_removals=settings.capacity_bytes is not None,  # else none are tracked
             pins=True,
             discards=True,
         )
         self.bounds = TierBounds()
         self._settings = settings
-        self._create_policy = create_policy or settings.create_policy
-        self._ops = ops or settings.ops or FileOps()
+        self._ops = settings.ops or FileOps()
         self._env: TierEnvironment | None = None
         self._rows: memoryview | None = None
-        self._row_bytes = 0
         self._housekeeping: Housekeeping | None = None
         self._space: Space | None = None
         self._native: NativeFiles | None = None
         self._calls: SerialExecutor | None = None
-        self._has_entered = False
+        self._closing = AsyncExitStack()
+        """Callbacks with which `close` undoes the steps of `open`."""
         self._pins: Counter[OffloadKey] = Counter()
 
     @classmethod
@@ -212,54 +108,39 @@ class FsTier(AsyncTier):
             TierTimeoutError: A lock in it was not released in time.
             TierUnavailableError: Descriptors, memory or threads are exhausted.
         """
-        settings = self._settings
+        settings, capacity_bytes = self._settings, self._settings.capacity_bytes
         self._env = env
-        self._row_bytes = env.kv_view.nbytes // len(env.kv_view)
         self._rows = env.kv_view.cast("B", (env.kv_view.nbytes,))
-        namespace = settings.namespace
+        self._closing.callback(self._rows.release)
+        namespace, row_bytes = settings.namespace, env.kv_view.nbytes // len(env.kv_view)
         writers = WriterRegistry(self._ops, namespace.folder)
-        file_settings = FileSettings(
-            block_bytes=self._row_bytes,
-            verify=settings.verify,
-            integrity_key=settings.integrity_key,
-            direct_io=settings.direct_io,
-            fsync=settings.fsync,
-            # vLLM's tier neither verifies what it reads nor marks that it reads.
-            reuses_inodes=not settings.trust_vllm_directory,
-            counts_bytes=settings.space is not None,
-        )
-        self._files = BlockFiles(self._ops, namespace, writers.writer_id, file_settings)
-        self._housekeeping = Housekeeping(
-            *(self._ops, namespace, writers, self._files), env, pinned=self._pins
-        )
+        self._files = files = BlockFiles(self._ops, namespace, writers, settings, row_bytes)
         try:
-            await env.io.run(Direction.METADATA, self._enter)
-            await env.io.run(Direction.METADATA, partial(self._housekeeping.enter, settings.verify))
-            self._root = await env.io.run(
-                Direction.METADATA, partial(DirectoryIdentity, self._ops, settings.root_dir)
-            )
-            if settings.space is not None:
-                self._space = await self._housekeeping.open_space(
-                    settings.space, self._create_policy, self._row_bytes
-                )
+            self._root = await env.io.run(Direction.METADATA, self._enter)
+            self._housekeeping = Housekeeping(files, env, self._root.check, pinned=self._pins)
+            self._closing.push_async_callback(self._housekeeping.leave)
+            await env.io.run(Direction.METADATA, partial(enter_namespace, files))
+            if capacity_bytes is not None:
+                self._space = await self._housekeeping.open_space(capacity_bytes)
             await self._housekeeping.look_around()
             if self._space is not None and self._space.can_store:  # the count is complete
-                sizes = self._space.gauges()
-                capacity_bytes, used_bytes = int(sizes["capacity_bytes"]), int(sizes["used_bytes"])
                 warn = partial(warn_of_capacity, self._ops, settings.root_dir)
-                await env.io.run(Direction.METADATA, partial(warn, capacity_bytes, used_bytes))
+                await env.io.run(Direction.METADATA, partial(warn, **self._space.gauges()))
         except TimeoutError as error:  # another process did not release a lock
             raise TierTimeoutError(f"root_dir: {settings.root_dir!r}: {error}") from error
         except OSError as error:
             raise unusable(settings.root_dir, error) from error
-        self._calls = SerialExecutor("fs:store", self._run)
+        self._calls = SerialExecutor("fs:store", lambda call: env.io.run(Direction.STORE, call))
+        self._closing.push_async_callback(self._calls.close)
         if not settings.direct_io:
-            self._native = NativeFiles.create(
-                *(env, self._ops, namespace, self._files),
-                threads=settings.io_threads,
-                run_store=self._run_store,
+            digester, is_system = files.digester.digester, type(self._ops) is FileOps
+            file_io = create_file_io(
+                env, self._ops, digester, threads=settings.io_threads, is_system=is_system
             )
-        self._housekeeping.start(settings.rescan_interval_s, self._root.check)
+            if file_io is not None:
+                self._native = NativeFiles(file_io, files, self._run_store)
+                self._closing.push_async_callback(self._native.close)
+        self._housekeeping.start()
 
     async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
         """Return the keys that have a file."""
@@ -302,12 +183,10 @@ class FsTier(AsyncTier):
             if self._native is not None:
                 left = await self._native.load(keys, slots)
 
-            def read(turn: range) -> None:
-                items = [(i, keys[i], self._row(slots[i])) for i in left[turn.start : turn.stop]]
-                self._files.load(items, failures)
+            def read(turn: Sequence[int]) -> None:
+                self._files.load([(i, keys[i], self._row(slots[i])) for i in turn], failures)
 
-            if left:
-                await self._spread(Direction.LOAD, check, read, len(left))
+            await self._spread(Direction.LOAD, check, left, read)
 
         if self._space is None:
             await read_all()
@@ -322,12 +201,12 @@ class FsTier(AsyncTier):
         return {failure.index: failure.error for failure in failures}
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """Record a use of blocks, first block first."""
+        """Record a use of blocks, ordered head to tail."""
         if self._space is not None:
             self._space.used(keys)
 
     def pin(self, keys: Sequence[OffloadKey]) -> None:
-        """Keep blocks from being removed by this process, present ones and others.
+        """Keep this process from removing blocks, whether they are present or not.
 
         Other processes do not know of it.
         """
@@ -343,32 +222,17 @@ class FsTier(AsyncTier):
             self._space.unpin(pinned)
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
-        """Remove blocks in the background, except pinned ones; one that a job uses may stay."""
+        """Remove blocks in the background, except pinned ones; blocks that a job uses may stay."""
         if self._housekeeping is not None:
             self._housekeeping.discard(keys)
 
     async def close(self) -> None:
-        """Stop housekeeping, release reservations, unregister; idempotent."""
-        housekeeping, self._housekeeping = self._housekeeping, None
-        native, self._native = self._native, None
-        calls, self._calls = self._calls, None
+        """Stop housekeeping, release reservations, and unregister the writer; idempotent."""
+        self._housekeeping = self._native = self._calls = None
         try:
-            try:
-                if native is not None:
-                    await native.close()
-                if calls is not None:
-                    await calls.close()
-            finally:
-                if housekeeping is not None:
-                    await housekeeping.leave()
+            await self._closing.aclose()
         finally:
-            if self._has_entered:
-                self._has_entered = False
-                self._ops.leave(self._settings.root_dir)
-            self._env = None
-            rows, self._rows = self._rows, None
-            if rows is not None:
-                rows.release()
+            self._env = self._rows = None
 
     def gauges(self) -> Mapping[str, float]:
         """Return the usage by all processes and the capacity; empty without a capacity."""
@@ -398,18 +262,10 @@ class FsTier(AsyncTier):
         self, space: Space, items: list[StoreItem], check: Callable[[], None]
     ) -> BlockFailures:
         """Store blocks, retrying those whose room was taken by other processes."""
-
-        async def run_checked(call: Callable[[], T], /) -> T:
-            def checked() -> T:
-                check()
-                return call()
-
-            return await self._run_store(checked)
-
         failures: dict[int, TierError] = {}
         is_full = has_looked = False
         for _ in range(_ROUNDS):
-            plan = await space.plan(items, run_checked, squeeze=is_full)
+            plan = await space.plan(items, self._run_store, check, squeeze=is_full)
             try:
                 await self._write(plan.items, check)
             finally:
@@ -426,9 +282,9 @@ class FsTier(AsyncTier):
                 again += plan.unplaced
             elif plan.unplaced and not has_looked and self._housekeeping is not None:
                 has_looked = True
-                if await self._housekeeping.look_for_blocks(len(plan.unplaced)):
+                if await self._housekeeping.look_for_blocks(space, len(plan.unplaced)):
                     again += plan.unplaced
-            items = [item.again() for item in again]
+            items = [StoreItem(item.index, item.key, item.slot) for item in again]
             if not items:
                 break
         return failures
@@ -449,22 +305,23 @@ class FsTier(AsyncTier):
             await space.settle(operation, changes, self._run_store)
 
     async def _run_store(self, call: Callable[[], T], /) -> T:
-        """Run a call without payload I/O that a store needs, batched with those of other jobs."""
+        """Run a store's call that does no payload I/O, batched with calls of other jobs."""
         if self._calls is None:
             raise TierClosedError("the fs tier is not open")
         return await self._calls.run(call)
 
-    async def _run(self, call: Callable[[], None], /) -> None:
-        await self._opened().io.run(Direction.STORE, call)
-
     # -- the rest -------------------------------------------------------------------------------
 
-    def _enter(self) -> None:
-        """Open the root, creating it if missing. Runs on an I/O thread."""
+    def _enter(self) -> DirectoryIdentity:
+        """Open the root directory, creating it if missing; return its identity.
+
+        Runs on an I/O thread.
+        """
         root_dir = self._settings.root_dir
         self._ops.enter(root_dir, self._settings.modes, sync=self._settings.fsync)
-        self._has_entered = True
+        self._closing.callback(self._ops.leave, root_dir)
         warn_of_others(root_dir, self._ops.stat(root_dir))
+        return DirectoryIdentity(self._ops, root_dir)
 
     async def _write(self, items: Sequence[StoreItem], check: Callable[[], None]) -> None:
         """Store blocks; their results are filled in even if this raises."""
@@ -472,36 +329,36 @@ class FsTier(AsyncTier):
         if self._native is not None and items:
             left = await self._native.store(items)
 
-        def store(turn: range) -> None:
-            self._files.writer.store(left[turn.start : turn.stop], self._row)
-
-        if left:
-            await self._spread(Direction.STORE, check, store, len(left))
+        store = partial(self._files.store, row_of=self._row)
+        await self._spread(Direction.STORE, check, left, store)
 
     async def _spread(
         self,
         direction: Direction,
         check: Callable[[], None],
-        call: Callable[[range], None],
-        count: int,
+        blocks: Sequence[T],
+        call: Callable[[Sequence[T]], None],
     ) -> None:
-        """Run a call over `range(count)` in small ranges, on one or several threads."""
-        io = self._opened().io
-        by_turn = max(1, _TURN_BYTES // self._row_bytes)
+        """Call `call` with a few blocks at a time, on one or several threads."""
+        if not blocks:
+            return
+        io, row_bytes, count = self._opened().io, self._files.block_bytes, len(blocks)
+        by_turn = max(1, _TURN_BYTES // row_bytes)
         turns = iter(range(0, count, by_turn))
 
         def work() -> None:
             check()
-            for first in turns:  # shared iterator: a free thread takes the next range
-                call(range(first, min(first + by_turn, count)))
+            for first in turns:  # shared iterator: a free thread takes the next ones
+                call(blocks[first : first + by_turn])
 
-        threads = min(self._settings.io_threads, count, count * self._row_bytes // _SHARE_BYTES)
+        threads = min(self._settings.io_threads, count, count * row_bytes // _SHARE_BYTES)
         await io.run(direction, work, helpers=max(0, threads - 1))
 
     def _row(self, slot: int) -> memoryview:
         if self._rows is None:
             raise TierClosedError("the fs tier is not open")
-        return self._rows[slot * self._row_bytes : (slot + 1) * self._row_bytes]
+        row_bytes = self._files.block_bytes
+        return self._rows[slot * row_bytes : (slot + 1) * row_bytes]
 
     def _opened(self) -> TierEnvironment:
         if self._env is None:

@@ -55,7 +55,7 @@ from typing import Final, TypeVar
 
 import xxhash
 
-from kvoffload_async.tiers.files.locks import LOCK_TIMEOUT_S, LockedFile
+from kvoffload_async.tiers.files.locks import LockedFile
 from kvoffload_async.tiers.files.ops import FileOps, read_all, read_file, write_all
 from kvoffload_async.tiers.fs.layout import REST
 from kvoffload_async.tiers.fs.operations import DiskChange
@@ -69,7 +69,6 @@ NUM_BUCKETS: Final = REST + 1
 
 _MAGIC: Final = b"kvo.use\n"
 _HEADER: Final = struct.Struct("<8sIIQQQI4xQQIHH")
-_START: Final = struct.Struct("<8sIIQ")
 _WRITER: Final = struct.Struct("<24sQQI4xQQIHH")
 _CHECKSUM: Final = struct.Struct("<Q")
 _CHECKSUM_AT: Final = 32
@@ -78,11 +77,11 @@ _MAX_NUMBER: Final = 1 << 62
 WRAP: Final = 1 << 32
 
 Marks = Mapping[int, int]
-"""Number of a walk -> buckets that it had visited; a change of a later bucket may be seen by it."""
+"""Number of a walk -> number of buckets visited; the walk may see changes of later buckets."""
 
 
 class NewerCountError(OSError):
-    """The count has a newer format and must not be modified."""
+    """The shared count has a newer format and must not be modified."""
 
 
 @dataclass(slots=True)
@@ -115,7 +114,7 @@ class Sum:
         return self.num_bytes, self.doubt_bytes, self.number, self.done, self.begun
 
     def change(self, changes: Sequence[DiskChange], before: Marks) -> None:
-        """Count changes of an operation; `before` are marks from before it changed the disk."""
+        """Count an operation's changes of the disk; `before` are the marks when it began."""
         mark = before.get(self.number, 0)
         for bucket, num_bytes in changes:
             if bucket < mark:
@@ -126,7 +125,7 @@ class Sum:
         self.num_bytes = max(0, self.num_bytes)
 
     def advance(self, first: int, done: int, begun: int, found_bytes: int) -> None:
-        """Add the bytes found in buckets `first` to `done`, and begin to visit those to `begun`.
+        """Add the bytes found in buckets `first` to `done`; mark those to `begun` as being visited.
 
         Nothing happens if the walk was lost with the count.
         """
@@ -137,7 +136,7 @@ class Sum:
 
 @dataclass(slots=True)
 class WriterCount:
-    """A writer's entry in the count.
+    """A writer's entry in the shared count.
 
     Attributes:
         reserved_bytes: Bytes reserved for blocks being written.
@@ -176,7 +175,7 @@ class Usage:
 
     @property
     def is_possible(self) -> bool:
-        """Whether a directory can have these numbers."""
+        """Whether all numbers are in the range that is possible for a directory."""
         numbers = [self.sequence, self.changed_bytes, *self.total.fields]
         for writer in self.writers.values():
             numbers += [writer.reserved_bytes, writer.moving_bytes, *writer.walk.fields]
@@ -204,17 +203,17 @@ class Usage:
 
     @property
     def marks(self) -> Marks:
-        """The progress of the total and of each walk, which operations that begin now refer to."""
+        """The progress of the total and of each walk, for operations that begin now."""
         return {counted.number: counted.done for counted in self._sums()}
 
     def change(self, changes: Sequence[DiskChange], before: Marks) -> None:
-        """Count changes of an operation; `before` are marks from before it changed the disk."""
+        """Count an operation's changes of the disk; `before` are the marks when it began."""
         for counted in self._sums():
             counted.change(changes, before)
         self.changed_bytes += sum([abs(num_bytes) for _, num_bytes in changes])
 
     def end_walk(self, walker: WriterCount, dead: Collection[str]) -> None:
-        """Correct the total by a walk, unless it was lost or has not visited every bucket.
+        """Correct the total by a walk, unless the walk was lost or has not visited every bucket.
 
         Args:
             walker: The entry of the walk.
@@ -234,7 +233,7 @@ class Usage:
             self.total = walk
 
     def remove_dead(self, writer_id: str) -> None:
-        """Remove a dead writer; what it had reserved is presumed to exist.
+        """Remove a dead writer's entry; the bytes that it had reserved are presumed to be on disk.
 
         A walk under way may also have missed what it was moving, which is in the total.
         """
@@ -245,7 +244,7 @@ class Usage:
             other.walk.doubt_bytes += writer.reserved_bytes + writer.moving_bytes
 
     def packed(self) -> bytearray:
-        """Return this state as the used part of a slot."""
+        """Encode this state as the used part of a slot of the file."""
         header = (_MAGIC, VERSION, 0, *_bounded(self.sequence, self.changed_bytes))
         total = _bounded(*self.total.fields)
         slot = bytearray(_HEADER.pack(*header, 0, len(self.writers), *total))
@@ -261,7 +260,7 @@ class Usage:
 
 
 def _bounded(*numbers: int) -> Iterator[int]:
-    """Return numbers that can be packed; one beyond the limit makes the state unknown."""
+    """Limit numbers to those that can be packed; a limited number makes the state unknown."""
     return (min(number, _MAX_NUMBER) for number in numbers)
 
 
@@ -272,7 +271,7 @@ def _checksum(used: memoryview) -> int:
 
 
 def parsed(content: memoryview) -> Usage | None:
-    """Return the newest valid state of a file; None if there is none of this format.
+    """Decode the newest valid state in a count's file; None if it has none of this format.
 
     Numbers that no directory has make the count unknown. The state before them is not used instead:
     the next changes would be lost, as they lead to such numbers again.
@@ -285,7 +284,7 @@ def parsed(content: memoryview) -> Usage | None:
         slot = content[at : at + SLOT_BYTES]
         if len(slot) < SLOT_BYTES:
             break
-        magic, version, features, sequence = _START.unpack_from(slot)
+        magic, version, features, sequence, *_ = _HEADER.unpack_from(slot)
         if magic != _MAGIC or version < VERSION:
             continue
         if version > VERSION or features:
@@ -331,91 +330,14 @@ class Operation:
     changes: Sequence[DiskChange] = ()
 
 
-class UnreportedUsage:
-    """This writer's operations and disk changes, to be merged into the shared count.
-
-    Methods for jobs do not wait for a change of the file, so nothing is lost if one hangs.
-    """
-
-    def __init__(self, writer_id: str, leftover_bytes: Callable[[], int]) -> None:
-        """Start without operations; for `leftover_bytes`, see `UsageFile`."""
-        self._leftover_bytes = leftover_bytes
-        self.running: set[Operation] = set()
-        self.writer_id = writer_id
-        self._ids = [writer_id]
-        """Ids that the entry may have: that of the last change, and those to use since."""
-        self._num_changes = 0
-        self._ended: list[Operation] = []
-        self._reporting: list[Operation] = []
-        """Operations of the last change if it failed; it may have been made nevertheless."""
-        self._mutex = threading.Lock()
-
-    def begin(self, operation: Operation) -> None:
-        """Begin an operation."""
-        with self._mutex:
-            self.running.add(operation)
-
-    def end(self, operation: Operation) -> None:
-        """End an operation, to be counted with the next change of the file."""
-        with self._mutex:
-            self.running.discard(operation)
-            self._ended.append(operation)
-
-    def withdraw(self, operation: Operation) -> None:
-        """Withdraw an operation that could not be published; the next change releases its room."""
-        with self._mutex:
-            self.running.discard(operation)
-
-    @property
-    def is_reported(self) -> bool:
-        """Whether the file has everything that ended before this call."""
-        return not (self._ended or self._reporting)
-
-    def rename(self, writer_id: str) -> None:
-        """Use another id from the next change on; operations are kept."""
-        self._ids.append(writer_id)
-
-    def begin_change(self, usage: Usage) -> WriterCount:
-        """Count all ended operations; return this writer's entry, after removing the former one.
-
-        Determines whether a failed last change was made.
-
-        Call with the file's lock held.
-        """
-        ids = self._ids.copy()
-        self.writer_id = ids[-1]
-        former = next((usage.writers[i] for i in reversed(ids) if i in usage.writers), None)
-        entry = former or WriterCount()
-        if entry.num_changes == (self._num_changes + 1) % WRAP:
-            self._num_changes += 1
-            self._reporting = []
-        with self._mutex:
-            # Together: room that is released counts until the change made in it does.
-            self._reporting, self._ended = self._reporting + self._ended, []
-            running = list(self.running)
-        for operation in self._reporting:
-            usage.change(operation.changes, operation.before)
-        for writer_id in ids:
-            usage.writers.pop(writer_id, None)
-        return WriterCount(
-            sum([operation.reserved_bytes for operation in running]) + self._leftover_bytes(),
-            sum([operation.moving_bytes for operation in running]),
-            (self._num_changes + 1) % WRAP,
-            entry.walk,
-        )
-
-    def end_change(self) -> None:
-        """Record that the change was made. Call with the file's lock held."""
-        self._num_changes += 1
-        self._reporting = []
-        del self._ids[: self._ids.index(self.writer_id)]
-
-
 T = TypeVar("T")
 
 
 class UsageFile:
-    """The shared count's file.
+    """The file of the shared count, and this writer's operations that are not counted yet.
+
+    A job does not wait for a change of the file to end an operation, so nothing is lost if one
+    hangs.
 
     Attributes:
         is_complete: Whether the total was known, and this writer registered, at the last change.
@@ -431,9 +353,8 @@ class UsageFile:
         living: Callable[[], Collection[str]],
         *,
         leftover_bytes: Callable[[], int] = int,
-        lock_timeout_s: float = LOCK_TIMEOUT_S,
     ) -> None:
-        """Set the file.
+        """Configure the file; `open` joins the count.
 
         Args:
             ops: The system calls.
@@ -443,7 +364,6 @@ class UsageFile:
                 they join the count.
             leftover_bytes: Returns the bytes of temporary files that ended operations could not
                 remove: they stay reserved, because walks do not count those of living writers.
-            lock_timeout_s: Timeout of the lock in seconds.
         """
         self.is_complete = False
         self.total_bytes = 0
@@ -451,14 +371,24 @@ class UsageFile:
         self._ops = ops
         self._path = f"{namespace_folder}/{FILE_NAME}"
         self._living = living
-        self._file = LockedFile(ops, self._path, timeout_s=lock_timeout_s)
+        self._leftover_bytes = leftover_bytes
+        self._file = LockedFile(ops, self._path)
         self._is_open = False
-        # Under its lock:
+        self._mutex = threading.Lock()
+        # Under the mutex:
+        self._running: set[Operation] = set()
+        self._ended: list[Operation] = []
+        # Under the file's lock:
         self._buffer = memoryview(bytearray(FILE_BYTES))
+        self._writer_id = writer_id
+        self._ids = [writer_id]
+        """Ids that this writer's entry may have: the id of the last change, and newer ids."""
         self._entry = WriterCount()
         self._entry_bytes = 0
+        self._num_changes = 0
+        self._reporting: list[Operation] = []
+        """Operations of the last change if it failed; it may have been made nevertheless."""
         self._dead: frozenset[str] = frozenset()
-        self._own = UnreportedUsage(writer_id, leftover_bytes)
 
     def open(self, entry_bytes: int = 0) -> None:
         """Join the count, creating it if missing.
@@ -485,7 +415,7 @@ class UsageFile:
             return
 
         def leave(usage: Usage) -> None:
-            usage.writers.pop(self._own.writer_id, None)
+            usage.writers.pop(self._writer_id, None)
             usage.change([(REST, -self._entry_bytes)], usage.marks)
 
         try:
@@ -495,11 +425,8 @@ class UsageFile:
             self._file.close()
 
     def rename_writer(self, writer_id: str) -> None:
-        """Use another id; reservations are kept.
-
-        The next change replaces the entry.
-        """
-        self._own.rename(writer_id)
+        """Use another writer id from the next change of the file on; reservations are kept."""
+        self._ids.append(writer_id)
 
     # -- what a job changes ---------------------------------------------------------------------
 
@@ -507,7 +434,8 @@ class UsageFile:
         """Begin an operation on up to `count` blocks, and publish it.
 
         Room is reserved for as many new blocks as the capacity allows; the operation may move or
-        remove existing blocks in the number of the others.
+        remove existing blocks in the number of the others. If it cannot be published, the next
+        change releases its room.
         """
         operation = Operation()
 
@@ -517,36 +445,40 @@ class UsageFile:
             operation.reserved_bytes = granted * unit_bytes
             operation.moving_bytes = (count - granted) * unit_bytes
             operation.before = usage.marks
-            self._own.begin(operation)
+            with self._mutex:
+                self._running.add(operation)
             self._entry.reserved_bytes += operation.reserved_bytes
             self._entry.moving_bytes += operation.moving_bytes
 
         try:
             self._change(begin)
         except BaseException:
-            self._own.withdraw(operation)
+            with self._mutex:
+                self._running.discard(operation)
             raise
         return operation
 
     def end(self, operation: Operation, changes: Sequence[DiskChange] = ()) -> None:
-        """End an operation, and note its changes of the disk for the next change of the file.
+        """End an operation; the next change of the file counts its changes of the disk.
 
         Does no I/O, so that a job may call it on any thread.
         """
         operation.changes = changes
-        self._own.end(operation)
+        with self._mutex:
+            self._running.discard(operation)
+            self._ended.append(operation)
 
     def report(self) -> None:
-        """Count what has ended, unless another change has done so.
+        """Count the operations that have ended, unless another change has counted them.
 
         Raises:
             OSError: The file could not be changed; the next change catches up.
         """
-        if not self._own.is_reported:
+        if self._ended or self._reporting:
             self.read()
 
     def read(self) -> Usage:
-        """Return the count."""
+        """Return the shared count, including this writer's ended operations."""
         return self._change(lambda usage: usage)
 
     # -- walks ----------------------------------------------------------------------------------
@@ -561,7 +493,7 @@ class UsageFile:
         self._change(begin)
 
     def advance(self, first: int, done: int, begun: int, found_bytes: int = 0) -> None:
-        """Publish that buckets `first` to `done` were visited, and those to `begun` are next.
+        """Publish that the walk visited buckets `first` to `done`; those to `begun` are next.
 
         A bucket must be published before its visit. A walk that was lost with the count goes on
         without effect.
@@ -575,35 +507,64 @@ class UsageFile:
     # -- inside ---------------------------------------------------------------------------------
 
     def _counts_in(self, usage: Usage) -> bool:
-        return usage.is_complete and self._own.writer_id in usage.writers
+        return usage.is_complete and self._writer_id in usage.writers
 
     def _dead_in(self, usage: Usage) -> Collection[str]:
-        return usage.writers.keys() - {*self._living(), self._own.writer_id}
+        return usage.writers.keys() - {*self._living(), self._writer_id}
 
     def _enter(self, usage: Usage) -> None:
-        """Add this writer's entry to the count, if there is a free one."""
+        """Add this writer's entry to the count, if the count has room for it."""
         if len(usage.writers) >= MAX_WRITERS:
             for dead in self._dead_in(usage):
                 usage.remove_dead(dead)
         if len(usage.writers) < MAX_WRITERS:
-            usage.writers[self._own.writer_id] = self._entry
+            usage.writers[self._writer_id] = self._entry
+
+    def _merge(self, usage: Usage) -> WriterCount:
+        """Count all ended operations, remove this writer's former entry, and return a new one.
+
+        Determines whether a failed last change was made.
+        """
+        ids = self._ids.copy()
+        self._writer_id = ids[-1]
+        former = next((usage.writers[i] for i in reversed(ids) if i in usage.writers), None)
+        entry = former or WriterCount()
+        if entry.num_changes == (self._num_changes + 1) % WRAP:
+            self._num_changes += 1
+            self._reporting = []
+        with self._mutex:
+            # Together: room that is released counts until the change made in it does.
+            self._reporting, self._ended = self._reporting + self._ended, []
+            running = list(self._running)
+        for operation in self._reporting:
+            usage.change(operation.changes, operation.before)
+        for writer_id in ids:
+            usage.writers.pop(writer_id, None)
+        return WriterCount(
+            sum([operation.reserved_bytes for operation in running]) + self._leftover_bytes(),
+            sum([operation.moving_bytes for operation in running]),
+            (self._num_changes + 1) % WRAP,
+            entry.walk,
+        )
 
     def _change(self, call: Callable[[Usage], T]) -> T:
-        """Change the count under its lock, including this writer's pending changes."""
+        """Change the shared count under its lock, and apply this writer's pending changes."""
         if not self._is_open:
             raise OSError(f"{self._path} is closed")
         with self._file.locked() as fd:
             content = self._buffer[: read_all(self._ops, fd, self._buffer)]
             found = parsed(content)
             usage = found or Usage()
-            self._entry = self._own.begin_change(usage)
+            self._entry = self._merge(usage)
             self._enter(usage)
             result = call(usage)
             if found is None:  # allocates the file before it is counted
                 write_all(self._ops, fd, bytes(FILE_BYTES), 0)
             usage.sequence += 1
             write_all(self._ops, fd, usage.packed(), usage.sequence % 2 * SLOT_BYTES)
-            self._own.end_change()
+            self._num_changes += 1
+            self._reporting = []
+            del self._ids[: self._ids.index(self._writer_id)]
             self.is_complete = self._counts_in(usage)
             self.total_bytes, self.marks = usage.total_bytes, usage.marks
             return result

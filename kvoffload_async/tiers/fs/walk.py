@@ -9,6 +9,7 @@ Run on an I/O thread, one call at a time.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import stat as stat_module
@@ -38,13 +39,9 @@ class StoppedError(Exception):
     """A walk was stopped by its caller."""
 
 
-def _never() -> bool:
-    return False
-
-
 @dataclass(slots=True)
 class Inventory:
-    """Result of a walk.
+    """Blocks, bytes and temporary files found by a walk.
 
     Attributes:
         blocks: Key -> modification time in s.
@@ -56,17 +53,12 @@ class Inventory:
     total_bytes: int = 0
     temps: dict[str, int] = field(default_factory=dict)
 
-    def settled_bytes(self, living: Collection[str]) -> int:
-        """Return the total without temporary files of living writers, which are reserved bytes."""
-        in_flight = sum(size for path, size in self.temps.items() if writer_of(path) in living)
-        return self.total_bytes - in_flight
-
 
 def take_inventory(
     ops: FileOps,
     namespace: Namespace,
     roots: Iterable[str],
-    should_stop: Callable[[], bool] = _never,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> Inventory:
     """Walk over folders and files of a namespace; entries removed meanwhile are skipped.
 
@@ -122,25 +114,24 @@ def sweep_temps(ops: FileOps, inventory: Inventory, dead: Collection[str]) -> bo
     is_swept = True
     for path in [path for path in inventory.temps if writer_of(path) in dead]:
         try:
-            ops.unlink(path)
-        except FileNotFoundError:
-            pass  # another process has swept it
+            with contextlib.suppress(FileNotFoundError):  # another process has swept it
+                ops.unlink(path)
         except OSError as error:
             is_swept = False
             logger.warning("a dead writer's file was not removed: %s", str(error))
-            continue
-        inventory.total_bytes -= inventory.temps.pop(path)
+        else:
+            inventory.total_bytes -= inventory.temps.pop(path)
     return is_swept
 
 
 _GROWTH = 4
-"""Factor by which a step may publish more buckets at a time than before. All in one would put the
-changes in all of them in doubt, and one at a time would take many changes of the count."""
+"""Factor by which the number of buckets published at a time may grow. Publishing all at once would
+put the changes in all of them in doubt, and one at a time would take many changes of the count."""
 
 
 @dataclass(slots=True)
 class Step:
-    """Result of a step.
+    """Result of a step of a walk.
 
     Attributes:
         found: Blocks found -> modification times in s, oldest first.
@@ -161,7 +152,7 @@ class Step:
 class _Cycle:
     dead: frozenset[str]
     position: int
-    """The next bucket."""
+    """The next bucket to visit."""
     unwalked: set[int] = field(default_factory=set)
     is_swept: bool = True
 
@@ -176,7 +167,7 @@ class NamespaceWalk:
         writers: WriterRegistry,
         usage: UsageFile | None,
     ) -> None:
-        """Start before the first cycle; without a count, walks only sweep."""
+        """Start before the first cycle; without `usage`, walks only remove leftovers."""
         self._ops = ops
         self._namespace = namespace
         self._writers = writers
@@ -236,7 +227,7 @@ class NamespaceWalk:
     # -- inside ---------------------------------------------------------------------------------
 
     def _begin_cycle(self) -> _Cycle:
-        _, dead = self._writers.others()
+        dead = self._writers.others().dead
         if self._usage is not None:
             self._usage.begin_walk()
         is_needed = self._usage is not None or dead
@@ -250,7 +241,7 @@ class NamespaceWalk:
         should_stop: Callable[[], bool],
         is_over: Callable[[], bool],
     ) -> None:
-        """Walk over the buckets up to `end`, unless it is over before, and count their content."""
+        """Walk over the buckets up to `end`, or until `is_over`, and count their content."""
         first, found_bytes = cycle.position, 0
         if self._usage is not None:
             self._usage.advance(first, first, end)
@@ -290,18 +281,18 @@ class NamespaceWalk:
         return roots
 
     def _settled_bytes(self, cycle: _Cycle, bucket: int, inventory: Inventory) -> int:
-        """Sweep a bucket; return the bytes of its remaining content."""
+        """Remove a bucket's files of dead writers; return the bytes of its remaining content."""
         cycle.is_swept &= sweep_temps(self._ops, inventory, cycle.dead)
-        living: Iterable[str] = ()
-        if any(writer_of(path) not in cycle.dead for path in inventory.temps):
+        size_bytes, temps = inventory.total_bytes, inventory.temps
+        if temps:  # those of living writers are reserved bytes
             living = {*self._writers.living(), self._writers.writer_id}
-        size_bytes = inventory.settled_bytes(frozenset(living))
+            size_bytes -= sum(temps[path] for path in temps if writer_of(path) in living)
         if bucket == REST:
             size_bytes += counted_bytes(self._ops.stat(self._namespace.folder))
         return size_bytes
 
     def _forget_dead(self, cycle: _Cycle, paths: list[str]) -> None:
-        """Sweep files outside folders, and remove the entries of writers without leftovers."""
+        """Sweep files outside of folders, and remove entries of dead writers without leftovers."""
         inventory = take_inventory(self._ops, self._namespace, paths)
         cycle.is_swept &= sweep_temps(self._ops, inventory, cycle.dead)
         if cycle.is_swept and not cycle.unwalked:

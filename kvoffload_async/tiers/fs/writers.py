@@ -7,11 +7,9 @@ reason. The writer's id is part of the names of its temporary files.
 A writer is dead if its file can be locked and was written during this boot of this kernel: then the
 lock is reliable, independent of clocks. The lock of a writer on another host may be invisible (NFS
 without locking, Lustre with local locks), so that writer must also have missed its heartbeat for
-ten
-minutes: every tier touches its file once a minute. The same applies to filesystems without locks
-    and
-to unreadable files. All times are the filesystem's, so clocks of hosts are not compared. A file
-with a time in the future, as after a clock was set back, belongs to a dead writer if it is
+ten minutes: every tier touches its file once a minute. The same applies to filesystems without
+locks and to unreadable files. All times are the filesystem's, so clocks of hosts are not compared.
+A file with a time in the future, as after a clock was set back, belongs to a dead writer if it is
 unchanged for ten minutes. If the filesystem's clock is set forward, or a host was suspended, a
 living writer may be considered dead. Its next heartbeat finds the file missing, and it registers
 under a new id.
@@ -31,7 +29,8 @@ import socket
 import stat as stat_module
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from kvoffload_async.system_calls import REFUSALS
 from kvoffload_async.tiers.files.identity import boot_id
@@ -49,8 +48,16 @@ _NO_LOCKS = REFUSALS | {errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL}
 _GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 _MAX_ENTRY_BYTES = 4096
 
+
+class Writers(NamedTuple):
+    """Ids of writers by their state."""
+
+    living: set[str]
+    dead: set[str]
+
+
 _Ahead = tuple[str, float]
-"""A writer and its file's time in the future; mapped to the time when it was first seen."""
+"""A writer's id and its file's time, which is in the future; maps to when it was first seen."""
 
 
 class WriterRegistry:
@@ -60,15 +67,9 @@ class WriterRegistry:
         writer_id: This tier's id; changed by `renew_id`.
     """
 
-    def __init__(
-        self,
-        ops: FileOps,
-        namespace_folder: str,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, ops: FileOps, namespace_folder: str) -> None:
         self._ops = ops
         self._folder = f"{namespace_folder}/{FOLDER}"
-        self._clock = clock
         self._boot_id = boot_id()
         self.writer_id = _new_id()
         self._fd: int | None = None
@@ -79,11 +80,8 @@ class WriterRegistry:
         """Create and lock this tier's entry."""
         with contextlib.suppress(FileExistsError):
             self._ops.mkdir_own(self._folder)
-        path = self._path(self.writer_id)
-        with contextlib.ExitStack() as entry:
-            # Waits for writers that are testing the lock: an unlocked entry would count as dead.
-            self._fd = self._lock(entry, path)
-            self._entry = entry.pop_all()
+        # Waits for writers that are testing the lock: an unlocked entry would count as dead.
+        self._fd = self._lock(self._path(self.writer_id))
         text = json.dumps({"boot_id": self._boot_id, "host": socket.gethostname()})
         self._ops.pwrite(self._fd, memoryview(text.encode()), 0)
 
@@ -96,7 +94,7 @@ class WriterRegistry:
         self.writer_id = _new_id()
 
     def heartbeat(self) -> bool:
-        """Touch this tier's entry; return whether the entry still exists and is its own."""
+        """Touch this tier's entry; return False if the entry was removed or replaced."""
         fd = self._fd
         path = self._path(self.writer_id)
         try:
@@ -113,26 +111,26 @@ class WriterRegistry:
         """Return the disk bytes of this tier's entry."""
         return disk_bytes(self._own_status())
 
-    def others(self) -> tuple[set[str], set[str]]:
-        """Return the ids of the other writers: (living, dead)."""
+    def others(self) -> Writers:
+        """Return the other writers by their state."""
         return self.classify(self._own_status().st_mtime)
 
-    def classify(self, now_s: float) -> tuple[set[str], set[str]]:
-        """Return (living, dead) as of a given time; does not need a registration."""
-        living: set[str] = set()
-        dead: set[str] = set()
+    def classify(self, now_s: float) -> Writers:
+        """Return the other writers by their state at a given time; needs no registration."""
+        found = Writers(set(), set())
         ahead, self._ahead = self._ahead, {}
         for path, status in self._ops.walk(self._folder):
             writer_id = path.rpartition("/")[2]
             if writer_id == self.writer_id or not _is_entry(path, status, self._folder):
                 continue
             is_silent = self._is_silent(writer_id, status.st_mtime, now_s, ahead)
-            (dead if self._is_dead(path, is_silent=is_silent) else living).add(writer_id)
-        return living, dead
+            is_dead = self._is_dead(path, is_silent=is_silent)
+            (found.dead if is_dead else found.living).add(writer_id)
+        return found
 
     def living(self) -> set[str]:
         """Return the ids of the other living writers."""
-        return self.others()[0]
+        return self.others().living
 
     def forget(self, writer_id: str) -> None:
         """Remove a dead writer's entry after its files were swept; ignore missing permissions."""
@@ -149,7 +147,7 @@ class WriterRegistry:
                 self.die()
 
     def die(self) -> None:
-        """Leave this tier's entry unlocked, so that others sweep its files."""
+        """Unlock this tier's entry without removing it, so that other writers sweep its files."""
         self._fd = None
         self._entry.close()
 
@@ -161,14 +159,14 @@ class WriterRegistry:
             raise OSError(f"{self._path(self.writer_id)} is not registered")
         return self._ops.fstat(self._fd)  # works even if the file was deleted
 
-    def _lock(self, entry: contextlib.ExitStack, path: str) -> int:
-        """Create an entry, locked until `entry` is closed, or unlocked if locks are unsupported."""
+    def _lock(self, path: str) -> int:
+        """Create the entry, locked until `die`, or unlocked if locks are unsupported."""
         try:
-            return entry.enter_context(locked(self._ops, path, _NEW))
+            return self._entry.enter_context(locked(self._ops, path, _NEW))
         except OSError as error:
             if error.errno in _NO_LOCKS:
                 fd = self._ops.open(path, os.O_RDWR)
-                entry.callback(self._ops.close, fd)
+                self._entry.callback(self._ops.close, fd)
                 return fd
             with contextlib.suppress(OSError):  # on an error it is swept when it is old
                 self._ops.unlink(path)
@@ -180,7 +178,7 @@ class WriterRegistry:
         """Return whether an entry was not touched for so long that its writer may be dead."""
         if touched_s <= now_s + DEAD_AFTER_S:
             return now_s - touched_s > DEAD_AFTER_S
-        seen_s = self._clock()
+        seen_s = time.monotonic()
         since_s = self._ahead[writer_id, touched_s] = ahead.get((writer_id, touched_s), seen_s)
         return seen_s - since_s > DEAD_AFTER_S
 
@@ -192,30 +190,22 @@ class WriterRegistry:
         except OSError:
             return is_silent
         try:
-            is_locked, is_certain = self._look_at_lock(fd)
-            if is_locked:
+            if not self._ops.lock(fd, wait=False):
                 return False
-            return (is_certain and self._is_of_this_boot(fd)) or is_silent
+            self._ops.unlock(fd)  # a concurrently forked child would keep the lock
+            return self._is_of_this_boot(fd) or is_silent
+        except OSError:  # no locks here, or the entry is unreadable
+            return is_silent
         finally:
             self._ops.close(fd)
 
-    def _look_at_lock(self, fd: int) -> tuple[bool, bool]:
-        """Return (whether the entry is locked, whether locks work here)."""
-        try:
-            if not self._ops.lock(fd, wait=False):
-                return True, True
-            self._ops.unlock(fd)  # a concurrently forked child would keep the lock
-        except OSError:
-            return False, False
-        return False, True
-
     def _is_of_this_boot(self, fd: int) -> bool:
-        """Return whether an entry has this boot's id; False if it is unreadable."""
+        """Return whether an entry has this boot's id; False if it is torn."""
         buffer = bytearray(_MAX_ENTRY_BYTES)
         try:
             count = self._ops.pread_into(fd, memoryview(buffer), 0)
             entry = json.loads(bytes(buffer[:count]))
-        except (OSError, ValueError, RecursionError):
+        except (ValueError, RecursionError):
             return False  # it may be half written
         return isinstance(entry, dict) and entry.get("boot_id") == self._boot_id
 

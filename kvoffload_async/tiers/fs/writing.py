@@ -29,7 +29,9 @@ from kvoffload_async.tiers.fs.digest_attribute import (
     Origin,
 )
 from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX, Namespace
-from kvoffload_async.tiers.fs.operations import FileSettings, StoreItem, StoreStatus, Verify
+from kvoffload_async.tiers.fs.operations import STORED, StoreItem, StoreStatus, Verify
+from kvoffload_async.tiers.fs.settings import FsSettings
+from kvoffload_async.tiers.fs.writers import WriterRegistry
 from kvoffload_async.types import OffloadKey
 
 logger = logging.getLogger(__name__)
@@ -38,13 +40,12 @@ UNVERIFIED_MARKER = ".unverified-readers"
 """Marker file: exists once a process has opened the namespace to read without verification."""
 
 _SERIALS = 1 << 20
-"""Serial numbers for one batch of temporary files, which is smaller."""
+"""Serial numbers reserved for a batch of temporary files; a batch has fewer files."""
 
 _TRIES = 8
 """Maximum attempts to write to a folder that others keep removing."""
 
 _WORTHLESS = {Origin.OTHER_KEY, Origin.UNKNOWN}
-_STORED = frozenset({StoreStatus.WRITTEN, StoreStatus.PRESENT})
 
 # ENOSPC is not included: on a full disk the store fails.
 _NO_XATTR = REFUSALS | {errno.EOPNOTSUPP, errno.E2BIG}
@@ -54,8 +55,13 @@ class BlockWriter:
     """Writes the block files of one namespace.
 
     Attributes:
-        settings: How the files are written.
-        writer_id: Part of every temporary file's name.
+        ops: The system calls.
+        namespace: Location of the files.
+        settings: How the files are written and read.
+        block_bytes: Length of every file.
+        writers: The writers of the namespace; this one's id is part of its temporary files' names.
+        digester: Computes the values of checksum attributes.
+        digest_cache: Cached checksum attributes.
         lacks_attributes: Whether a checksum attribute could not be set.
         leftover_temps: Temporary files that could not be removed; `sweep_leftover_temps` retries.
     """
@@ -64,20 +70,19 @@ class BlockWriter:
         self,
         ops: FileOps,
         namespace: Namespace,
-        writer_id: str,
-        settings: FileSettings,
-        *,
-        direct: DirectIo,
-        digester: AttributeDigester,
-        digest_cache: DigestCache,
+        writers: WriterRegistry,
+        settings: FsSettings,
+        block_bytes: int,
     ) -> None:
-        self._ops = ops
-        self._namespace = namespace
-        self.writer_id = writer_id
+        self.ops = ops
+        self.namespace = namespace
         self.settings = settings
-        self._direct = direct
-        self._digester = digester
-        self._digest_cache = digest_cache
+        self.block_bytes = block_bytes
+        self.writers = writers
+        layout = namespace.layout_of(block_bytes)
+        self.digester = AttributeDigester(layout, settings.integrity_key)
+        self.digest_cache = DigestCache()
+        self._direct = DirectIo(wanted=settings.direct_io, where=namespace.folder)
         self._unverified_marker = f"{namespace.folder}/{UNVERIFIED_MARKER}"
         self._serials = itertools.count(step=_SERIALS)
         self._synced: set[str] = set()
@@ -94,7 +99,7 @@ class BlockWriter:
         """
         for item in items:
             try:
-                with self._ops.batch():
+                with self.ops.batch():
                     item.status = self._store_one(item, row_of(item.slot))
             except OSError as error:
                 item.error = mapped(error)
@@ -104,8 +109,8 @@ class BlockWriter:
         """With `fsync`, wait until the names of stored blocks are durable."""
         folders: dict[str, list[StoreItem]] = {}
         for item in items if self.settings.fsync else ():
-            if item.status in _STORED:
-                path = self._namespace.get_file_name(item.key)
+            if item.status in STORED:
+                path = self.namespace.get_file_name(item.key)
                 folders.setdefault(path.rpartition("/")[0], []).append(item)
         for folder, stored in folders.items():
             try:
@@ -116,13 +121,13 @@ class BlockWriter:
                     item.status, item.error = StoreStatus.FAILED, mapped(error)
 
     def _sync_folder(self, folder: str) -> None:
-        """Sync a folder, so that its names survive a power cut; the first time also those above."""
-        sync_folder(self._ops, folder)
+        """Sync a folder, so that its names survive a power cut; the first time also its parents."""
+        sync_folder(self.ops, folder)
         if folder not in self._synced:
             above = folder
-            while above != self._namespace.folder:
+            while above != self.namespace.folder:
                 above = above.rpartition("/")[0]
-                sync_folder(self._ops, above)
+                sync_folder(self.ops, above)
             self._synced.add(folder)
 
     def make_folder(self, path: str) -> None:
@@ -133,60 +138,59 @@ class BlockWriter:
         Raises:
             OSError: A folder cannot be created.
         """
-        folder = self._namespace.folder
-        self._ops.make_folders(folder)
+        folder = self.namespace.folder
+        self.ops.make_folders(folder)
         for name in path[len(folder) + 1 :].split("/")[:-1]:
             folder = f"{folder}/{name}"
             self._synced.discard(folder)
             with contextlib.suppress(FileExistsError):
-                self._ops.mkdir_own(folder)
+                self.ops.mkdir_own(folder)
 
-    def rename(self, writer_id: str) -> None:
-        """Use another writer's id for new temporary files, after the folders were removed."""
-        self.writer_id = writer_id
+    def forget_synced(self) -> None:
+        """Forget which folders were synced, because they may have been removed."""
         self._synced.clear()
 
     def _take_back(self, item: StoreItem) -> None:
         """Remove a block that was written, because its name may never be durable."""
         if item.status is StoreStatus.WRITTEN:
             try:
-                self._remove(item)
+                self._unlink(item)
             except OSError as error:
                 logger.warning("a block that may not be durable was not removed: %s", str(error))
 
-    def _remove(self, item: StoreItem) -> None:
-        path = self._namespace.get_file_name(item.key)
-        freed_bytes = disk_bytes(self._ops.stat(path))
-        self._ops.unlink(path)
+    def _unlink(self, item: StoreItem) -> None:
+        path = self.namespace.get_file_name(item.key)
+        freed_bytes = disk_bytes(self.ops.stat(path))
+        self.ops.unlink(path)
         item.removed_bytes += freed_bytes
 
     def sync_root(self) -> None:
         """With `fsync`, wait until the namespace's folder is durable; raises OSError."""
         if self.settings.fsync:
-            sync_folder(self._ops, self._namespace.folder.rpartition("/")[0])
+            sync_folder(self.ops, self.namespace.folder.rpartition("/")[0])
 
     def sweep_leftover_temps(self) -> None:
-        """Retry the removal of temporary files. Thread-safe.
+        """Retry the removal of leftover temporary files. Thread-safe.
 
         Raises:
             OSError: A file could not be removed; it is kept for the next attempt.
         """
         for temp in tuple(self.leftover_temps):  # other threads append
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                self._ops.unlink(temp)
+                self.ops.unlink(temp)
             with contextlib.suppress(ValueError):  # another sweep was faster
                 self.leftover_temps.remove(temp)  # last: its bytes are counted until then
 
     def _store_one(self, item: StoreItem, row: memoryview) -> StoreStatus:
-        path = self._namespace.get_file_name(item.key)
-        is_there = self._ops.has_file(path)
+        path = self.namespace.get_file_name(item.key)
+        is_there = self.ops.has_file(path)
         if is_there and not self._is_worthless(path):
             return StoreStatus.PRESENT
         if not item.may_write:
             return StoreStatus.ABSENT
         if is_there:
             with contextlib.suppress(FileNotFoundError):
-                self._remove(item)
+                self._unlink(item)
         try:
             return self._store_by_way_of(self._temp_of(path), path, item, row)
         except FileNotFoundError:
@@ -194,11 +198,11 @@ class BlockWriter:
             return self._store_by_way_of(self._temp_of(path), path, item, row)
 
     def temp_names(self) -> tuple[str, int]:
-        """Return the middle part and the first of `_SERIALS` numbers of new temporary names.
+        """Return the middle part of new temporary names, and the first of `_SERIALS` numbers.
 
         A name is the block's, the middle part, a number and `TEMP_SUFFIX`. Thread-safe.
         """
-        return f".{self.writer_id}.", next(self._serials)
+        return f".{self.writers.writer_id}.", next(self._serials)
 
     def _temp_of(self, path: str) -> str:
         stem, serial = self.temp_names()
@@ -213,29 +217,32 @@ class BlockWriter:
                 if not self._take_victim(item, item.victim, temp):
                     return StoreStatus.VICTIM_GONE
                 recycled = self._may_overwrite(temp)
+                if not recycled:
+                    self.ops.unlink(temp)
             digest = self._fill(temp, item.key, row, recycled=recycled)
-            file_bytes = disk_bytes(self._ops.stat(temp)) if self.settings.counts_bytes else 0
+            is_counted = self.settings.capacity_bytes is not None
+            file_bytes = disk_bytes(self.ops.stat(temp)) if is_counted else 0
             is_published = self._publish(temp, path)
         except OSError:
-            self.discard(temp)
+            self.discard_temp(temp)
             raise
         if not is_published:
-            self.discard(temp)
+            self.discard_temp(temp)
             return StoreStatus.PRESENT
         item.added_bytes += file_bytes
         if digest is not None:
-            self._digest_cache.remember(item.key, digest)
+            self.digest_cache.remember(item.key, digest)
         return StoreStatus.WRITTEN
 
     def _publish(self, temp: str, path: str) -> bool:
         for _ in range(_TRIES):
             try:
-                self._ops.publish(temp, path)
+                self.ops.publish(temp, path)
             except FileExistsError:
-                if self._ops.has_file(path):
+                if self.ops.has_file(path):
                     return False  # another writer was faster; equal keys mean equal bytes
                 with contextlib.suppress(FileNotFoundError):
-                    self._ops.clear(path)
+                    self.ops.clear(path)
             else:
                 return True
         raise NotRegularFileError(path)
@@ -248,35 +255,32 @@ class BlockWriter:
         Without an integrity key no file is replaced: it may be valid for tiers with a key. Files of
         newer releases are kept.
         """
-        if not self._digester.is_keyed:
+        if self.settings.integrity_key is None:
             return False
         try:
-            fd = self._ops.open(path, os.O_RDONLY)
+            with self.ops.opened(path, os.O_RDONLY) as fd:
+                value = self.ops.get_xattr(fd, ATTRIBUTE)
         except FileNotFoundError:
             return True
-        try:
-            value = self._ops.get_xattr(fd, ATTRIBUTE)
-        finally:
-            self._ops.close(fd)
-        return value is None or self._digester.origin_of(value) in _WORTHLESS
+        return value is None or self.digester.origin_of(value) in _WORTHLESS
 
     # -- the victim -----------------------------------------------------------------------------
 
     def _take_victim(self, item: StoreItem, victim: OffloadKey, temp: str) -> bool:
         """Rename an evicted block's file, so that it cannot be opened under its old name."""
-        old = self._namespace.get_file_name(victim)
+        old = self.namespace.get_file_name(victim)
         try:
-            status = self._ops.stat(old)
+            status = self.ops.stat(old)
         except (FileNotFoundError, NotADirectoryError):
             return False
         if stat_module.S_ISDIR(status.st_mode):
             return False  # not a block; a link or pipe is renamed itself
         for _ in range(_TRIES):
             try:
-                self._ops.rename(old, temp)
+                self.ops.rename(old, temp)
                 break
             except FileNotFoundError:  # the victim or the destination folder is missing
-                if not self._ops.exists(old):
+                if not self.ops.exists(old):
                     return False
                 self.make_folder(temp)
         else:
@@ -285,32 +289,23 @@ class BlockWriter:
         return True
 
     def _may_overwrite(self, temp: str) -> bool:
-        """Return whether a renamed victim's inode may be overwritten; if not, remove the file.
+        """Return whether a renamed victim's inode may be overwritten.
 
         Must be called after the rename. A reader without verification creates the marker before it
-        opens any file, so one that opened the victim under its old name is detected here. A file
-        without a checksum may be open in a reader that accepts such files, and one with another
-        kind of checksum in a reader that does not compare it. A file with several hard
-        links may be open under another name.
+        opens any file, so one that opened the victim under its old name is detected here; vLLM's
+        tier neither verifies nor creates the marker. A file without a checksum may be open in a
+        reader that accepts such files, and one with another kind of checksum in a reader that does
+        not compare it. A file with several hard links may be open under another name.
         """
-        if self.settings.reuses_inodes and self._is_sole_file_with_digest(temp):
-            return True
-        self._ops.unlink(temp)
-        return False
-
-    def _is_sole_file_with_digest(self, temp: str) -> bool:
-        if self._ops.exists(self._unverified_marker):
+        if self.settings.trust_vllm_directory or self.ops.exists(self._unverified_marker):
             return False
         try:
-            status = self._ops.stat(temp)
+            status = self.ops.stat(temp)
             if not stat_module.S_ISREG(status.st_mode) or status.st_nlink > 1:
                 return False
-            fd = self._ops.open(temp, os.O_RDWR)
-            try:
-                value = self._ops.get_xattr(fd, ATTRIBUTE)
-                return value is not None and self._digester.origin_of(value) is Origin.OWN
-            finally:
-                self._ops.close(fd)
+            with self.ops.opened(temp, os.O_RDWR) as fd:
+                value = self.ops.get_xattr(fd, ATTRIBUTE)
+            return value is not None and self.digester.origin_of(value) is Origin.OWN
         except PermissionError:
             return False
 
@@ -333,10 +328,10 @@ class BlockWriter:
     def _open_temp(self, temp: str, flags: int) -> int:
         for _ in range(_TRIES):
             try:
-                return self._ops.open(temp, flags)
+                return self.ops.open(temp, flags)
             except (FileNotFoundError, NotADirectoryError):
                 self.make_folder(temp)
-        return self._ops.open(temp, flags)
+        return self.ops.open(temp, flags)
 
     def _fill_opened(
         self, fd: int, key: OffloadKey, row: memoryview, *, recycled: bool
@@ -347,29 +342,29 @@ class BlockWriter:
                 self.settings.verify is not Verify.OFF or recycled
             ):  # a victim's digest must be replaced
                 # Before the write, so that the write finds the row in the CPU cache.
-                digest = self._digester.attribute_value(key, row)
+                digest = self.digester.attribute_value(key, row)
             self._write_row(fd, row)
             if recycled:
-                self._ops.truncate(fd, self.settings.block_bytes)
+                self.ops.truncate(fd, len(row))
             if digest is not None:
                 self._set_digest(fd, digest, is_vital=recycled)
             if self.settings.fsync:
-                self._ops.fsync(fd)  # not fdatasync, which does not sync attributes
+                self.ops.fsync(fd)  # not fdatasync, which does not sync attributes
             return digest
         finally:
-            self._ops.close(fd)
+            self.ops.close(fd)
 
     def _write_row(self, fd: int, row: memoryview) -> None:
         done = 0
         while done < len(row):
-            written = self._ops.pwritev(fd, (row[done:] if done else row,), done)
+            written = self.ops.pwritev(fd, (row[done:] if done else row,), done)
             if written <= 0:
                 raise OSError(errno.EIO, "write returned 0 bytes")
             done += written
 
     def _set_digest(self, fd: int, digest: bytes, *, is_vital: bool) -> None:
         try:
-            self._ops.set_xattr(fd, ATTRIBUTE, digest)
+            self.ops.set_xattr(fd, ATTRIBUTE, digest)
         except OSError as error:
             if is_vital or error.errno not in _NO_XATTR or self.settings.verify is Verify.REQUIRED:
                 raise
@@ -377,13 +372,13 @@ class BlockWriter:
                 self.lacks_attributes = True
                 logger.warning(
                     "%s: no extended attributes: blocks are stored without a checksum",
-                    self._namespace.folder,
+                    self.namespace.folder,
                 )
 
-    def discard(self, temp: str) -> None:
+    def discard_temp(self, temp: str) -> None:
         """Remove a temporary file, or queue it for a later attempt."""
         try:
-            self._ops.unlink(temp)
+            self.ops.unlink(temp)
         except (FileNotFoundError, NotADirectoryError):
             return
         except OSError as error:

@@ -10,8 +10,6 @@ import asyncio
 import fcntl
 import mmap
 import os
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -21,18 +19,18 @@ from kvoffload_async.system_calls import REMEDY, RefusedCallError, naming_refusa
 from kvoffload_async.tiers.remote.client import Bytes
 
 HEAD_BYTES: Final = 256
-"""Maximum bytes of a header with its key."""
+"""Maximum bytes of a header, including the key."""
 
 _ALIGNMENT: Final = 64
 _DIRECTIONS: Final = 2
 _MOST_PARTS: Final = 4
 _MOST_BLOCKS: Final = 256
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""Prevent resizing, so that the memory stays valid during a copy."""
+"""File seals that prevent resizing, so that the memory stays valid during a copy."""
 
 
 class Geometry(NamedTuple):
-    """The division of a buffer.
+    """The division of the shared buffer into parts and cells.
 
     Attributes:
         cell_bytes: Bytes of a cell, for a header and a row.
@@ -46,12 +44,12 @@ class Geometry(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes used."""
+        """Bytes of the buffer that are used."""
         return self.cell_bytes * self.blocks * self.parts * _DIRECTIONS
 
     @classmethod
     def of(cls, buffer_bytes: int, row_bytes: int) -> Geometry:
-        """Divide a buffer.
+        """Divide a buffer of `buffer_bytes` into cells for rows of `row_bytes`.
 
         Raises:
             ConfigError: It is too small for one block per direction.
@@ -67,27 +65,8 @@ class Geometry(NamedTuple):
         return cls(cell_bytes, min(_MOST_BLOCKS, cells // parts), parts)
 
 
-class Parts:
-    """The parts of one direction, each used by one call at a time. Thread: loop."""
-
-    def __init__(self, firsts: Sequence[int]) -> None:
-        """Manage the parts that begin at these cells."""
-        self._free = list(firsts)
-        self._room = asyncio.Semaphore(len(self._free))
-
-    @asynccontextmanager
-    async def take(self) -> AsyncIterator[int]:
-        """Wait for a free part and reserve it; yields its first cell."""
-        async with self._room:
-            first = self._free.pop()
-            try:
-                yield first
-            finally:
-                self._free.append(first)
-
-
 class SharedCells:
-    """Cells for blocks in transfer; a value is a header, right-aligned to its row, and the row.
+    """Memory cells for blocks in transfer; a value is a row with its header directly before it.
 
     Attributes:
         file: Descriptor of the memory, until `close_file`.
@@ -122,30 +101,25 @@ class SharedCells:
         cells = np.frombuffer(memory, dtype=np.uint8)
         self._cells: Bytes = cells.reshape(-1, geometry.cell_bytes)
 
-    def firsts(self, direction: int) -> range:
-        """Return the first cell of each part of a direction, 0 or 1."""
+    def parts(self, direction: int) -> asyncio.Queue[int]:
+        """Return a queue of the free parts of a direction (0 or 1), each by its first cell."""
         blocks, parts = self.geometry.blocks, self.geometry.parts
-        return range(direction * parts * blocks, (direction + 1) * parts * blocks, blocks)
+        free: asyncio.Queue[int] = asyncio.LifoQueue()
+        for part in range(direction * parts, (direction + 1) * parts):
+            free.put_nowait(part * blocks)
+        return free
 
     def at(self, cell: int, header_bytes: int) -> int:
-        """Return the offset of a value with a header of this length."""
+        """Return the offset in the buffer of a cell's value whose header has `header_bytes`."""
         return cell * self.geometry.cell_bytes + HEAD_BYTES - header_bytes
 
-    def write(self, cell: int, header: Bytes, row: Bytes) -> None:
-        """Write a value into a cell."""
-        memory = self._cells[cell]
-        memory[HEAD_BYTES - len(header) : HEAD_BYTES] = header
-        np.copyto(memory[HEAD_BYTES : HEAD_BYTES + self._row_bytes], row)
-
-    def read(self, cell: int, header_bytes: int, row: Bytes) -> Bytes:
-        """Copy a value's block into a row; return a copy of its header."""
-        memory = self._cells[cell]
-        np.copyto(row, memory[HEAD_BYTES : HEAD_BYTES + self._row_bytes])
-        header: Bytes = memory[HEAD_BYTES - header_bytes : HEAD_BYTES].copy()
-        return header
+    def value(self, cell: int, header_bytes: int) -> Bytes:
+        """Return the memory of a cell's value whose header has `header_bytes`."""
+        memory: Bytes = self._cells[cell, HEAD_BYTES - header_bytes : HEAD_BYTES + self._row_bytes]
+        return memory
 
     def close_file(self) -> None:
-        """Close the descriptor; idempotent. The memory is freed with its last mapping."""
+        """Close the file descriptor; idempotent. The memory is freed with its last mapping."""
         if self.file >= 0:
             os.close(self.file)
             self.file = -1

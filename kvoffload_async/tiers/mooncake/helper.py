@@ -24,19 +24,19 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 LENGTH: Final = struct.Struct("<I")
 JOIN: Final = 0
-"""Id of the first call, with the parameters for joining."""
+"""Id of the first call, which joins the store."""
 
 _LIBRARY_BUFFER_BYTES: Final = 16 << 20
 """Size of the library's staging buffer, which the tier does not use."""
 _REACH_S: Final = 5.0
 _PR_SET_PDEATHSIG: Final = 1
 _NO_CORE: Final = (1, 1)
-"""Disable core dumps, which would write KV blocks to disk. A limit of 1 instead of 0 also disables
-dumps to a core_pattern program."""
+"""Resource limits that disable core dumps, which would write KV blocks to disk. A limit of 1, not
+0, also disables dumps to a core_pattern program."""
 
 
 class JoinError(Exception):
@@ -48,7 +48,7 @@ class JoinError(Exception):
 
 
 class Library:
-    """A joined store and the registered buffer. Thread: any, several at once."""
+    """The client of a joined store, with the registered buffer. Thread: any, several at once."""
 
     def __init__(self, how: Mapping[str, Any]) -> None:
         """Join the store and register the buffer.
@@ -100,11 +100,11 @@ class Library:
         return list(self._store.batch_put_from_multi_buffers(names, *memory, self._replication))
 
     def get(self, names: list[str], at: Sequence[int], sizes: Sequence[int]) -> list[int]:
-        """Read values into the buffer."""
+        """Read stored values into the buffer."""
         return list(self._store.batch_get_into_multi_buffers(names, *self._memory(at, sizes)))
 
     def remove(self, names: list[str], _at: Sequence[int], _sizes: Sequence[int]) -> list[int]:
-        """Remove values, even if just read."""
+        """Remove values, even if they were just read."""
         return list(self._store.batch_remove(names, True))
 
     def close(self) -> None:
@@ -112,7 +112,7 @@ class Library:
         self._store.close()
 
     def _memory(self, at: Sequence[int], sizes: Sequence[int]) -> tuple[list[Any], list[Any]]:
-        """Return addresses and sizes in the library's format, a list per value."""
+        """Return the addresses and sizes of values in the library's format, a list per value."""
         for offset, size in zip(at, sizes, strict=True):
             if offset < 0 or size < 0 or offset + size > self._size:
                 raise ValueError(f"{size} bytes at {offset} are outside the buffer")
@@ -120,34 +120,29 @@ class Library:
 
 
 def frame(message: Mapping[str, Any]) -> bytes:
-    """Encode a message."""
+    """Encode a message as JSON, preceded by its length."""
     body = json.dumps(message, separators=(",", ":")).encode()
     return LENGTH.pack(len(body)) + body
 
 
-def receive(link: socket.socket) -> dict[str, Any] | None:
+def receive(stream: BinaryIO) -> dict[str, Any] | None:
     """Receive the next message; None if the other side has closed the connection."""
-    head = _exactly(link, LENGTH.size)
-    body = head and _exactly(link, *LENGTH.unpack(head))
-    return json.loads(body) if body else None
+    head = stream.read(LENGTH.size)
+    (size,) = LENGTH.unpack(head) if len(head) == LENGTH.size else (0,)
+    body = stream.read(size)
+    return json.loads(body) if size and len(body) == size else None
 
 
 class Attendance:
-    """Executes incoming calls on several threads."""
+    """Executes the engine's calls on several threads of the helper process."""
 
-    def __init__(self, link: socket.socket, library: Library) -> None:
-        self._link = link
+    def __init__(self, link: socket.socket, stream: BinaryIO, library: Library) -> None:
+        self._link, self._stream = link, stream
         self._library = library
-        self._calls = {
-            "exist": library.exist,
-            "put": library.put,
-            "get": library.get,
-            "remove": library.remove,
-        }
         self._reading, self._writing = threading.Lock(), threading.Lock()
 
     def attend(self) -> None:
-        """Execute calls until the connection closes, then end the process; also at an error.
+        """Execute calls until the connection closes or an error occurs, then end the process.
 
         The thread that reads a call also executes it, while another one reads: no call changes
         threads.
@@ -167,10 +162,10 @@ class Attendance:
 
     def _next(self) -> dict[str, Any] | None:
         with self._reading:
-            return receive(self._link)
+            return receive(self._stream)
 
     def _perform(self, request: Mapping[str, Any]) -> None:
-        call = self._calls[request["call"]]
+        call = getattr(self._library, request["call"])
         outcome: dict[str, Any]
         try:
             outcome = {"statuses": call(request["names"], request["at"], request["sizes"])}
@@ -181,12 +176,13 @@ class Attendance:
 
 
 def serve(link: socket.socket) -> None:
-    """Join a store and execute library calls, until told to close or disconnected."""
-    how = receive(link)
+    """Join a store and execute library calls, until the parent closes the store or disconnects."""
+    stream = link.makefile("rb")
+    how = receive(stream)
     if how is None:
         return
     try:
-        attendance = Attendance(link, Library(how))
+        attendance = Attendance(link, stream, Library(how))
     except JoinError as error:
         link.sendall(frame({"id": JOIN, "error": str(error), "is_config": error.is_config}))
         return
@@ -197,7 +193,7 @@ def serve(link: socket.socket) -> None:
 
 
 def main() -> None:
-    """Serve the parent; exit without waiting for threads or destructors."""
+    """Serve the parent process; exit without waiting for threads or destructors."""
     parent, descriptor = map(int, sys.argv[1:3])
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -220,16 +216,6 @@ def _check_reachable(master: str) -> None:
         socket.create_connection((host, int(port)), _REACH_S).close()
     except (OSError, OverflowError) as error:
         raise JoinError(f"{master} cannot be reached ({error})", is_config=False) from None
-
-
-def _exactly(link: socket.socket, size: int) -> bytes:
-    """Receive `size` bytes; empty if the connection closes before."""
-    content = bytearray()
-    while len(content) < size:
-        if not (part := link.recv(size - len(content))):
-            return b""
-        content += part
-    return bytes(content)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Controls a helper process: starts it, makes calls, kills it if it does not respond.
+"""Controls a helper process: starts it, sends calls to it, kills it if it does not respond.
 
 Its messages are not trusted: any message other than a well-formed reply to an open call ends the
 helper. After a helper has ended, the next call starts a new one in the background.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import itertools
 import json
 import logging
 import os
@@ -17,7 +18,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final, Self
 
@@ -46,8 +47,10 @@ from kvoffload_async.errors import (
 )
 from kvoffload_async.tiers.files.settings import IntegrityOptions
 from kvoffload_async.tiers.mooncake import helper
-from kvoffload_async.tiers.mooncake.cells import Geometry, Parts, SharedCells
+from kvoffload_async.tiers.mooncake.cells import Geometry, SharedCells
 from kvoffload_async.tiers.mooncake.helper import JOIN, LENGTH, frame
+from kvoffload_async.tiers.remote.calls import HangDetector
+from kvoffload_async.tiers.remote.client import Server
 
 _MAX_REPLICAS: Final = 64
 _MAX_LEAVE_S: Final = 5.0
@@ -56,14 +59,14 @@ _COMMAND: Final = (sys.executable, "-P", helper.__file__)
 
 
 class Protocol(enum.StrEnum):
-    """Transport of a store's data."""
+    """Transport protocol of a store's data."""
 
     TCP = "tcp"
     RDMA = "rdma"
 
 
 def parse_master(value: object, key: str) -> str:
-    """Return a host with a port; raises ConfigError."""
+    """Parse the master's `HOST:PORT`; raises ConfigError."""
     master = parse_name(value, key)
     if _HOST_AND_PORT.fullmatch(master) is None:
         raise ConfigError(f"{key}: {shown(master)} is not valid; write HOST:PORT")
@@ -147,7 +150,7 @@ class MooncakeSettings(MooncakeConnection, IntegrityOptions):
 
 
 MOST_NAMES: Final = 4096
-"""Maximum number of names per call."""
+"""Maximum number of values that a call names."""
 
 _PAYLOAD_FREE_CALLS: Final = 4
 _CHECKED_NAME: Final = "kvo:check"
@@ -158,21 +161,11 @@ _REAP_S: Final = 5.0
 Answer = list[int] | TierError | ConfigError
 
 
-@dataclass(slots=True, eq=False)
-class _Call:
-    """A pending call: its future, the expected number of statuses, and an end callback."""
-
-    answer: asyncio.Future[Answer]
-    statuses: int
-    when_ended: Callable[[], object]
-
-
 class Helper:
-    """One helper process, from start to end.
+    """One helper process, from its start to its end.
 
-    While calls have lasted longer than half of the response timeout, the store is asked whether it
-    has a name. If it does not answer within the other half, it hangs, and the process is killed. So
-    a hang costs the response timeout, and a slow call may take `call_timeout_s`.
+    During slow calls the store is asked whether it has a name. If it does not answer, it hangs, and
+    the process is killed; see `HangDetector`.
 
     Thread: loop, except for the constructor.
 
@@ -181,15 +174,12 @@ class Helper:
         cells: The shared memory.
         why_ended: Why the helper is unusable; empty while it is usable.
         is_joined: Whether it has joined the store.
-        loads: Parts of the memory for `get` calls.
-        stores: Parts of the memory for `put` calls.
+        loads: First cells of the free parts of the memory for `get` calls.
+        stores: First cells of the free parts of the memory for `put` calls.
     """
 
     def __init__(
-        self,
-        settings: MooncakeSettings,
-        row_bytes: int,
-        loop: asyncio.AbstractEventLoop,
+        self, settings: MooncakeSettings, row_bytes: int, loop: asyncio.AbstractEventLoop
     ) -> None:
         """Start the process without waiting.
 
@@ -198,51 +188,48 @@ class Helper:
             TierUnavailableError: The process cannot be started.
         """
         self.cells = SharedCells(Geometry.of(settings.buffer_bytes, row_bytes), row_bytes)
+        self.stores, self.loads = self.cells.parts(0), self.cells.parts(1)
+        self._room = asyncio.Semaphore(_PAYLOAD_FREE_CALLS)
         self.why_ended = ""
         self._failure_kind = TierUnavailableError
         self.is_joined = False
         self._settings = settings
-        self._transport: asyncio.Transport | None = None
-        self._calls: dict[int, _Call] = {}
-        self._slow: set[int] = set()
-        self._checking: asyncio.Task[None] | None = None
-        self._check_timer: asyncio.TimerHandle | None = None
-        self._last_number = JOIN
-        self._received = bytearray()
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._calls: dict[int, tuple[asyncio.Future[Answer], int]] = {}
+        """Id of each pending call -> its future answer, and the expected number of statuses."""
+        self._hangs = HangDetector(self._check, settings.response_timeout_s)
+        self._numbers = itertools.count(JOIN)
         self._loop = loop
         self._left = asyncio.Event()
         self._gone = asyncio.Event()
         self._socket, theirs = socket.socketpair()
-        kept = (theirs.fileno(), self.cells.file)
-        try:
-            # In its own session, so that a Ctrl-C at the terminal reaches only the engine, which
-            # closes it.
-            self._process = subprocess.Popen(  # noqa: S603 - this package's own module
-                [*settings.command, str(os.getpid()), str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=kept,
-                start_new_session=True,
-            )
-        except OSError as error:
-            self._socket.close()
-            self.cells.close_file()
-            raise TierUnavailableError(f"mooncake: cannot start a helper ({error})") from None
-        finally:
-            theirs.close()
-        self.pid = self._process.pid
-        # A thread, because the loop may end before the process; now, because there may be none
-        # when the process is to be killed.
-        self._reaper = threading.Thread(target=self._reap, name="kvoffload-reaper", daemon=True)
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self.cells.close_file)
+            undo.callback(self._socket.close)
+            try:
+                # In its own session, so that a Ctrl-C at the terminal reaches only the engine,
+                # which closes it.
+                self._process = subprocess.Popen(  # noqa: S603 - this package's own module
+                    [*settings.command, str(os.getpid()), str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(), self.cells.file),
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise TierUnavailableError(f"mooncake: cannot start a helper ({error})") from None
+            finally:
+                theirs.close()
+            undo.callback(self._process.wait)
+            undo.callback(self._process.kill)
+            self.pid = self._process.pid
+            # A thread, because the loop may end before the process; now, because there may be none
+            # when the process is to be killed.
+            self._reaper = threading.Thread(target=self._reap, name="kvoffload-reaper", daemon=True)
             with naming_shortage("mooncake: the thread of a helper cannot be started"):
                 self._reaper.start()
-        except BaseException:
-            self._process.kill()
-            self._process.wait()
-            self._socket.close()
-            self.cells.close_file()
-            raise
+            undo.pop_all()
 
     @property
     def status(self) -> int | None:
@@ -250,32 +237,26 @@ class Helper:
         return self._process.returncode
 
     async def join(self) -> None:
-        """Join the store.
+        """Have the process join the store.
 
         Raises:
             ConfigError: The library cannot be loaded, or the memory not registered.
             TierUnavailableError: The master cannot be reached, or the process has ended.
         """
-        geometry = self.cells.geometry
-        # Not in the constructor, which runs on another thread.
-        self.stores, self.loads = (Parts(self.cells.firsts(direction)) for direction in (0, 1))
-        self._room = asyncio.Semaphore(_PAYLOAD_FREE_CALLS)
-        transport, _ = await self._loop.create_unix_connection(
-            lambda: _Link(self), sock=self._socket
-        )
-        self._transport = transport
+        reader, self._writer = await asyncio.open_unix_connection(sock=self._socket)
+        self._reading = self._loop.create_task(self._read(reader), name="mooncake:replies")
         how = {
             **{f.name: getattr(self._settings, f.name) for f in fields(MooncakeConnection)},
             "buffer_fd": self.cells.file,
             "buffer_bytes": self.cells.num_bytes,
-            "calls": 2 * geometry.parts + _PAYLOAD_FREE_CALLS + 1,  # and a check
+            "calls": 2 * self.cells.geometry.parts + _PAYLOAD_FREE_CALLS + 1,  # and a check
         }
-        await self._send(JOIN, how, 0, lambda: None)
+        await self._send(how, 0)
         self.cells.close_file()
         self.is_joined = True
 
     async def ask(self, call: str, names: Sequence[str]) -> list[int]:
-        """Make a call without payload.
+        """Make a library call without payload, in the helper process.
 
         If the caller is cancelled, the call keeps its slot until it is answered.
 
@@ -283,12 +264,17 @@ class Helper:
             TierUnavailableError: The call failed.
         """
         await self._room.acquire()
-        return await self._call(self._room.release, call, names)
+        asking = self._loop.create_task(self._call(call, names), name="mooncake:question")
+        asking.add_done_callback(lambda _ended: self._room.release())
+        try:
+            return await asyncio.shield(asking)
+        finally:
+            del asking  # avoid a reference cycle of exception and frame
 
     async def move(
         self, call: str, names: Sequence[str], at: Sequence[int], sizes: Sequence[int]
     ) -> list[int]:
-        """Make a call that uses a part of the memory; no transfer runs after it returns.
+        """Make a library call that transfers payload; no transfer runs after this method returns.
 
         Cancellation kills the process, because the part must not be reused before the transfer
         ends.
@@ -297,34 +283,32 @@ class Helper:
             TierUnavailableError: The call failed.
         """
         try:
-            return await self._call(lambda: None, call, names, at, sizes)
+            return await self._call(call, names, at, sizes)
         except asyncio.CancelledError:
             self.end("a transfer was cancelled")
             raise
 
     def end(self, why: str, kind: type[TierUnavailableError] = TierUnavailableError) -> None:
-        """Kill the process, and fail all calls with errors of a kind; idempotent."""
+        """Kill the process, and fail all calls with an error of type `kind`; idempotent."""
         if self.why_ended:
             return
         self.why_ended, self._failure_kind = why, kind
         self._process.kill()
         self.cells.close_file()
         self._left.set()
-        if self._transport is None:
+        if self._writer is None:
             self._socket.close()
         else:
-            self._transport.abort()
-        if self._checking is not None:
-            self._checking.cancel()
+            self._writer.transport.abort()
         calls, self._calls = self._calls, {}
-        for call in calls.values():
-            self._answer(call, self._failure())
+        for future, _ in calls.values():
+            self._answer(future, self._failure())
 
     async def leave(self) -> None:
         """Leave the store; kill the process on timeout, cancellation or pending calls."""
         try:
-            if self._transport is not None and not self.why_ended and not self._calls:
-                self._transport.write(frame({"call": "close"}))
+            if self._writer is not None and not self.why_ended and not self._calls:
+                self._writer.write(frame({"call": "close"}))
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._settings.leave_timeout_s):
                         await self._left.wait()
@@ -337,6 +321,9 @@ class Helper:
         Raises:
             TierUnavailableError: It did not end in time.
         """
+        await self._hangs.close()
+        if self._reading is not None:
+            await asyncio.wait({self._reading})
         try:
             async with asyncio.timeout(_REAP_S):
                 await self._gone.wait()
@@ -346,117 +333,68 @@ class Helper:
             ) from None
         self._reaper.join()
 
-    def received(self, data: bytes) -> None:
-        """Process received bytes."""
-        self._received += data
-        try:
-            while not self.why_ended and (body := self._next_body()) is not None:
-                self._take(json.loads(body))
-        except (KeyError, RecursionError, TypeError, ValueError) as error:
-            self.end(f"it sent an invalid reply ({str(error)[:_MOST_TEXT]!r})")
-
     # -- internal -------------------------------------------------------------------------------
 
     def _reap(self) -> None:
-        """Wait for the process. Thread: its own."""
+        """Wait until the process has exited. Thread: its own."""
         self._process.wait()
         with contextlib.suppress(RuntimeError):  # the loop is closed: there are no waiters
             self._loop.call_soon_threadsafe(self._gone.set)
 
     async def _call(
-        self,
-        when_ended: Callable[[], object],
-        call: str,
-        names: Sequence[str],
-        at: Sequence[int] = (),
-        sizes: Sequence[int] = (),
+        self, call: str, names: Sequence[str], at: Sequence[int] = (), sizes: Sequence[int] = ()
     ) -> list[int]:
-        self._last_number = number = self._last_number + 1
-        timeout_s, half_s = self._settings.call_timeout_s, self._settings.response_timeout_s / 2
-        timer = self._loop.call_later(
-            timeout_s, self.end, f"no reply within {timeout_s:g} s", CallTimeoutError
-        )
-        slow_timer = self._loop.call_later(half_s, self._is_slow, number)
+        """Make a library call; kill the process if it does not answer in time."""
+        what = {"call": call, "names": names, "at": at, "sizes": sizes}
+        began_s, timeout_s = self._loop.time(), self._settings.call_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s) as timer:
+                with self._hangs.observing(None, timer):
+                    return await self._send(what, len(names))
+        except TimeoutError:
+            if self._hangs.hangs_since(None, began_s):
+                self.end("the store hangs: it answered neither a call nor a check", ServerHangError)
+            else:
+                self.end(f"no reply within {timeout_s:g} s", CallTimeoutError)
+        raise self._failure()
 
-        def ended() -> None:
-            timer.cancel()
-            slow_timer.cancel()
-            self._slow.discard(number)
-            when_ended()
+    async def _check(self, _server: Server) -> None:
+        await self._send({"call": "exist", "names": [_CHECKED_NAME], "at": (), "sizes": ()}, 1)
 
-        what = {"call": call, "id": number, "names": names, "at": at, "sizes": sizes}
-        return await self._send(number, what, len(names), ended)
-
-    def _is_slow(self, number: int) -> None:
-        self._slow.add(number)
-        if self._checking is None or self._checking.done():
-            self._checking = self._loop.create_task(self._check(), name="mooncake:check")
-
-    async def _check(self) -> None:
-        """Check the store until its slow calls have ended, or it hangs."""
-        while self._slow:
-            self._await_answer()
-            try:
-                await self._call(self._stop_awaiting, "exist", [_CHECKED_NAME])
-            except TierUnavailableError as error:  # an error is an answer, too
-                drop_tracebacks(error)
-            await asyncio.sleep(self._settings.response_timeout_s / 2)
-
-    def _await_answer(self) -> None:
-        """End the helper unless the store answers in time; each answer renews the deadline."""
-        self._stop_awaiting()
-        half_s = self._settings.response_timeout_s / 2
-        why = f"the store hangs: no reply within {half_s:g} s to a check during a call"
-        self._check_timer = self._loop.call_later(half_s, self.end, why, ServerHangError)
-
-    def _stop_awaiting(self) -> None:
-        if self._check_timer is not None:
-            self._check_timer.cancel()
-            self._check_timer = None
-
-    async def _send(
-        self, number: int, what: dict[str, Any], statuses: int, when_ended: Callable[[], object]
-    ) -> list[int]:
-        call = _Call(self._loop.create_future(), statuses, when_ended)
-        if self.why_ended or self._transport is None:
-            self._answer(call, self._failure())
-        else:
-            self._calls[number] = call
-            self._transport.write(frame(what))
-        answer = await call.answer
+    async def _send(self, what: Mapping[str, Any], statuses: int) -> list[int]:
+        """Send a request, which joins the store if it is the first; return the reply's statuses."""
+        if self.why_ended or self._writer is None:
+            raise self._failure()
+        number = next(self._numbers)
+        future: asyncio.Future[Answer] = self._loop.create_future()
+        self._calls[number] = future, statuses
+        self._writer.write(frame({"id": number, **what}))
+        answer = await future
         try:
             if isinstance(answer, list):
                 return answer
             raise answer
         finally:
-            del answer, call  # avoid a reference cycle of exception and frame
+            del answer, future  # avoid a reference cycle of exception and frame
 
-    def _next_body(self) -> bytes | None:
-        """Return the body of the next frame, or None if incomplete.
-
-        Raises:
-            ValueError: The frame is too long.
-        """
-        if len(self._received) < LENGTH.size:
-            return None
-        (size,) = LENGTH.unpack_from(self._received)
-        if size > _MOST_ANSWER_BYTES:
-            raise ValueError(f"a reply of {size} bytes")
-        end = LENGTH.size + size
-        if len(self._received) < end:
-            return None
-        body = bytes(self._received[LENGTH.size : end])
-        del self._received[:end]
-        return body
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        """Complete calls with their replies, until the connection closes or a reply is invalid."""
+        try:
+            while True:
+                self._take(await _receive(reader))
+        except (asyncio.IncompleteReadError, OSError):
+            self.end("the process has ended")
+        except (KeyError, RecursionError, TypeError, ValueError) as error:
+            self.end(f"it sent an invalid reply ({str(error)[:_MOST_TEXT]!r})")
 
     def _take(self, message: dict[str, Any]) -> None:
-        """Complete the call that a reply belongs to.
+        """Complete the pending call that a reply answers.
 
         Raises:
             KeyError: The reply is malformed; also TypeError and ValueError.
         """
         number, statuses, text = message["id"], message.get("statuses"), message.get("error")
-        call = self._calls[number]
+        future, num_statuses = self._calls[number]
         answer: Answer
         if isinstance(text, str):
             is_config = number == JOIN and message.get("is_config") is True
@@ -464,38 +402,35 @@ class Helper:
             answer = kind(f"{'' if is_config else 'mooncake: '}{text[:_MOST_TEXT]}")
         elif (
             not isinstance(statuses, list)
-            or len(statuses) != call.statuses
+            or len(statuses) != num_statuses
             or any(type(status) is not int for status in statuses)
         ):
-            raise ValueError(f"expected {call.statuses} statuses")
+            raise ValueError(f"expected {num_statuses} statuses")
         else:
             answer = statuses
         del self._calls[number]
-        if self._check_timer is not None:
-            self._await_answer()
-        self._answer(call, answer)
+        self._hangs.heard(None)
+        self._answer(future, answer)
 
     @staticmethod
-    def _answer(call: _Call, answer: Answer) -> None:
-        call.when_ended()
-        if not call.answer.done():  # else the caller was cancelled
-            call.answer.set_result(answer)
+    def _answer(future: asyncio.Future[Answer], answer: Answer) -> None:
+        if not future.done():  # else the caller was cancelled
+            future.set_result(answer)
 
     def _failure(self) -> TierUnavailableError:
         return self._failure_kind(f"mooncake: helper {self.pid}: {self.why_ended}")
 
 
-class _Link(asyncio.Protocol):
-    """Protocol of the connection to a helper."""
+async def _receive(reader: asyncio.StreamReader) -> Any:  # noqa: ANN401 - not yet checked
+    """Return the next message of the helper process.
 
-    def __init__(self, helper: Helper) -> None:
-        self._helper = helper
-
-    def data_received(self, data: bytes) -> None:
-        self._helper.received(data)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._helper.end("the process has ended")
+    Raises:
+        ValueError: It is too long, or no JSON.
+    """
+    (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+    if size > _MOST_ANSWER_BYTES:
+        raise ValueError(f"a reply of {size} bytes")
+    return json.loads(await reader.readexactly(size))
 
 
 logger = logging.getLogger(__name__)
@@ -505,20 +440,15 @@ _LONGEST_PAUSE_S: Final = 60.0
 
 
 class HelperSupervisor:
-    """Keeps one helper running. Thread: loop.
+    """Keeps one helper process running. Thread: loop.
 
     Attributes:
         starts: Number of helpers started.
         ends: Number of joined helpers that ended or were killed.
     """
 
-    def __init__(
-        self,
-        settings: MooncakeSettings,
-        row_bytes: int,
-        io: IoRunner,
-    ) -> None:
-        """Start no helper yet."""
+    def __init__(self, settings: MooncakeSettings, row_bytes: int, io: IoRunner) -> None:
+        """Create a supervisor without starting a helper."""
         self.starts = 0
         self.ends = 0
         self._settings = settings
@@ -530,7 +460,7 @@ class HelperSupervisor:
         self._next_start_s = 0.0
 
     def helper(self) -> Helper:
-        """Return the joined helper.
+        """Return the helper that has joined the store.
 
         Raises:
             TierUnavailableError: There is none; a replacement is started in the background.
@@ -562,7 +492,7 @@ class HelperSupervisor:
     # -- internal -------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Start a helper, the first one or in place of one that has ended, and join the store.
+        """Start the first helper, or replace one that has ended, and join the store.
 
         Raises:
             ConfigError: The configuration cannot work here.
@@ -575,19 +505,17 @@ class HelperSupervisor:
 
         loop = asyncio.get_running_loop()
 
-        def begin() -> None:  # may continue after a cancellation, so it stores the helper here
-            self._helper = Helper(self._settings, self._row_bytes, loop)
+        def begin() -> Helper:  # may continue after a cancellation, so it stores the helper here
+            self._helper = helper = Helper(self._settings, self._row_bytes, loop)
+            return helper
 
-        helper: Helper | None = None
         try:
-            await self._io.run(Direction.METADATA, begin)
+            helper = await self._io.run(Direction.METADATA, begin)
             self.starts += 1
-            helper = self._helper
-            if helper is not None:
-                await helper.join()
+            await helper.join()
         except BaseException as error:
-            if (helper := self._helper) is not None:
-                helper.end(f"joining failed ({error})")
+            if self._helper is not None:
+                self._helper.end(f"joining failed ({error})")
             raise
 
     async def _replace(self) -> None:

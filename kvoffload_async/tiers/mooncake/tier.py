@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import ClassVar, Final
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import ClassVar, Final, NamedTuple
 
 import numpy as np
 
@@ -26,8 +27,7 @@ from kvoffload_async.errors import (
     Trouble,
     drop_tracebacks,
 )
-from kvoffload_async.tiers.files.digests import IntegrityKey
-from kvoffload_async.tiers.mooncake.cells import HEAD_BYTES, Parts
+from kvoffload_async.tiers.mooncake.cells import HEAD_BYTES
 from kvoffload_async.tiers.mooncake.process import (
     MOST_NAMES,
     Helper,
@@ -35,7 +35,7 @@ from kvoffload_async.tiers.mooncake.process import (
     MooncakeSettings,
 )
 from kvoffload_async.tiers.remote.calls import run_together
-from kvoffload_async.tiers.remote.client import Bytes, Envelopes, namespace_of
+from kvoffload_async.tiers.remote.client import Bytes, Envelopes, payload_offset
 from kvoffload_async.tiers.remote.settings import REMEDIES
 from kvoffload_async.types import JobMetadata, Locality, OffloadKey, block_text
 
@@ -43,15 +43,15 @@ _NO_HANDLE: Final = -200
 _NOT_FOUND: Final = -704
 
 Portion = Sequence[int]
-"""Indices of blocks of a job, at most as many as a part of the helper's memory has cells."""
+"""Indices of blocks of a job, at most one per cell in a part of the helper's memory."""
 
 Outcomes = dict[int, TierError]
-"""Index in the job -> the block's error."""
+"""Index of a failed block in the job -> its error."""
 
 
 @dataclass(slots=True)
 class MooncakeCounters:
-    """Counters of a tier.
+    """Counters of a `mooncake` tier.
 
     Attributes:
         requests: Calls started.
@@ -70,22 +70,7 @@ class MooncakeCounters:
     removed: int = 0
 
 
-class _OpenState:
-    """State of an open tier: the primary's rows, envelopes and key names."""
-
-    def __init__(self, env: TierEnvironment, key: IntegrityKey | None) -> None:
-        self.io = env.io
-        self.rows: Bytes = np.asarray(env.kv_view)
-        layout = env.identity.digest
-        self.envelopes = Envelopes(layout, self.rows.shape[1], key)
-        self._prefix = f"kvo:{namespace_of(layout, key)}:"
-
-    def names(self, keys: Iterable[OffloadKey]) -> list[str]:
-        return [self._prefix + key.hex() for key in keys]
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(NamedTuple):
     """Some blocks of a job, with a cell of the helper's memory for each.
 
     Attributes:
@@ -94,42 +79,9 @@ class _Part:
     """
 
     helper: Helper
-    state: _OpenState
     job: JobMetadata
     indices: Portion
     first: int
-
-    @property
-    def keys(self) -> list[OffloadKey]:
-        return [self.job.keys[i] for i in self.indices]
-
-    async def move(self, call: str) -> list[int]:
-        """Have the helper put or get the cells' values; return a status for each."""
-        cells, row_bytes = self.helper.cells, self.state.rows.shape[1]
-        heads = [Envelopes.header_bytes(key) for key in self.keys]
-        at = [cells.at(cell, head) for cell, head in enumerate(heads, self.first)]
-        sizes = [head + row_bytes for head in heads]
-        return await self.helper.move(call, self.state.names(self.keys), at, sizes)
-
-    def copy_in(self) -> None:
-        """Copy the blocks into their cells, and write their headers."""
-        for cell, i in enumerate(self.indices, self.first):
-            row = self.state.rows[self.job.block_ids[i]]
-            header = self.state.envelopes.header(self.job.keys[i], row)
-            self.helper.cells.write(cell, header, row)
-
-    def copy_out(self, failures: Outcomes) -> Outcomes:
-        """Copy the blocks that were read into their rows and verify them; return all failures."""
-        outcomes = dict(failures)
-        for cell, i in enumerate(self.indices, self.first):
-            if i not in failures:
-                key, row = self.job.keys[i], self.state.rows[self.job.block_ids[i]]
-                header = self.helper.cells.read(cell, Envelopes.header_bytes(key), row)
-                # Verify the copies, because the shared memory can be modified at any time.
-                error = self.state.envelopes.verify(key, header, row)
-                if error is not None:
-                    outcomes[i] = error
-        return outcomes
 
 
 class MooncakeTier(AsyncTier):
@@ -150,15 +102,15 @@ class MooncakeTier(AsyncTier):
         Trouble.TOO_SLOW: "raise cpu_bytes_to_use, set write_back to wait, or make the tier "
         "faster: raise buffer_bytes",
     }
+    capabilities = TierCapabilities(exclusive=False, locality=Locality.REMOTE)
+    bounds = TierBounds(concurrent_blocks=64)
 
     def __init__(self, settings: MooncakeSettings) -> None:
         """Configure the tier; the store is joined in `open`."""
-        self.capabilities = TierCapabilities(exclusive=False, locality=Locality.REMOTE)
-        self.bounds = TierBounds(concurrent_blocks=64)
         self._settings = settings
         self._counters = MooncakeCounters()
         self._supervisor: HelperSupervisor | None = None
-        self._state: _OpenState | None = None
+        self._env: TierEnvironment | None = None
 
     async def open(self, env: TierEnvironment) -> None:
         """Start the helper and join the store.
@@ -168,18 +120,20 @@ class MooncakeTier(AsyncTier):
             TierUnavailableError: The master cannot be reached.
         """
         row_bytes = env.kv_view.nbytes // len(env.kv_view)
+        key = self._settings.integrity_key
+        self._envelopes = Envelopes(env.identity.digest, row_bytes, key)
         self._supervisor = HelperSupervisor(self._settings, row_bytes, env.io)
         await self._supervisor.open()
-        self._state = _OpenState(env, self._settings.integrity_key)
+        self._env = env
 
     async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
         """Return the stored keys; makes one call per few thousand keys."""
-        helper, state = self._opened()
+        helper = self._helper()
         self._counters.probed_keys += len(keys)
         found: set[OffloadKey] = set()
         for first in range(0, len(keys), MOST_NAMES):
             some = keys[first : first + MOST_NAMES]
-            answers = await self._counted(helper.ask("exist", state.names(some)))
+            answers = await self._counted(helper.ask("exist", self._names(some)))
             if min(answers) < 0:
                 self._counters.failed += 1
                 raise TierUnavailableError(f"mooncake: the store returned status {min(answers)}")
@@ -194,7 +148,7 @@ class MooncakeTier(AsyncTier):
 
     async def close(self) -> None:
         """Leave the store; blocks stored only in the helper's memory are lost."""
-        self._state = None
+        self._env = None
         if self._supervisor is not None:
             await self._supervisor.close()
 
@@ -215,40 +169,43 @@ class MooncakeTier(AsyncTier):
         self,
         job: JobMetadata,
         run_part: Callable[[_Part], Awaitable[Outcomes]],
-        parts_of: Callable[[Helper], Parts],
+        parts_of: Callable[[Helper], asyncio.Queue[int]],
     ) -> BlockFailures:
-        """Run a job in portions; an error of the store or helper fails all of it."""
-        helper, state = self._opened()
+        """Run a job in portions; an error of the store or helper fails the whole job."""
+        helper = self._helper()
         failures: Outcomes = {
             i: TierError(f"{block_text(key)}: the key is too long for this tier")
             for i, key in enumerate(job.keys)
-            if Envelopes.header_bytes(key) > HEAD_BYTES
+            if payload_offset(len(key)) > HEAD_BYTES
         }
         faults: list[TierError] = []
+        parts = parts_of(helper)
 
         async def run(portion: Portion) -> None:
+            first = await parts.get()
             try:
-                async with parts_of(helper).take() as first:
-                    if not faults:
-                        part = _Part(helper, state, job, portion, first)
-                        failures.update(await run_part(part))
+                if not faults:
+                    failures.update(await run_part(_Part(helper, job, portion, first)))
             except TierError as error:
                 drop_tracebacks(error)  # their frames hold the rows
                 faults.append(error)
+            finally:
+                parts.put_nowait(first)
 
         indices = [i for i in range(len(job.keys)) if i not in failures]
         step = helper.cells.geometry.blocks
         portions = [indices[at : at + step] for at in range(0, len(indices), step)]
-        if len(portions) == 1:
-            await run(portions[0])
-        else:
-            await run_together(map(run, portions), f"mooncake:{job.job_id}")
+        await run_together(map(run, portions), f"mooncake:{job.job_id}")
         if faults:
             raise faults.pop(0)  # popped, to avoid a reference cycle with this frame
         return failures
 
     async def _store_part(self, part: _Part) -> Outcomes:
-        await part.state.io.run(Direction.STORE, part.copy_in)
+        def copy_in() -> None:
+            for _, key, row, value in self._blocks(part):
+                self._envelopes.wrap(key, row, value)
+
+        await self._opened().io.run(Direction.STORE, copy_in)
         return await self._move(part, "put")
 
     async def _load_part(self, part: _Part) -> Outcomes:
@@ -256,31 +213,43 @@ class MooncakeTier(AsyncTier):
         if not (corrupt := _corrupt(failures)):
             return failures
         self._counters.read_again += len(corrupt)  # perhaps damaged in transit
-        again = await self._read(replace(part, indices=corrupt))
+        again = await self._read(part._replace(indices=corrupt))
         failures = {i: e for i, e in failures.items() if i not in corrupt} | again
         corrupt = _corrupt(again)
         self._counters.corrupt += len(corrupt)
         if corrupt:  # a present block would never be overwritten
-            names = part.state.names(part.job.keys[i] for i in corrupt)
+            names = self._names(part.job.keys[i] for i in corrupt)
             answers = await self._counted(part.helper.ask("remove", names))
             self._counters.removed += answers.count(0)
         return failures
 
     async def _read(self, part: _Part) -> Outcomes:
-        """Read blocks into their slots; return the missing and corrupt ones."""
+        """Read blocks into their slots; return the errors of missing and corrupt blocks."""
         failures = await self._move(part, "get")
-        return await part.state.io.run(Direction.LOAD, lambda: part.copy_out(failures))
+
+        def copy_out() -> None:
+            for i, key, row, value in self._blocks(part):
+                if i not in failures:
+                    error = self._envelopes.unwrap(key, value.data, row)
+                    if error is not None:
+                        failures[i] = error
+
+        await self._opened().io.run(Direction.LOAD, copy_out)
+        return failures
 
     async def _move(self, part: _Part, call: str) -> Outcomes:
-        """Put or get a part's values; return the failed ones.
+        """Put or get the values in a part's cells; return the errors of failed blocks.
 
         Raises:
             TierUnavailableError: All of them failed.
         """
-        statuses = await self._counted(part.move(call))
+        keys, cells = [part.job.keys[i] for i in part.indices], part.helper.cells
+        at = [cells.at(cell, payload_offset(len(key))) for cell, key in enumerate(keys, part.first)]
+        sizes = list(map(self._envelopes.value_bytes, keys))
+        statuses = await self._counted(part.helper.move(call, self._names(keys), at, sizes))
         failures = {
             i: _error_of(status, key)
-            for i, key, status in zip(part.indices, part.keys, statuses, strict=True)
+            for i, key, status in zip(part.indices, keys, statuses, strict=True)
             if status < 0
         }
         faults = [e for e in failures.values() if isinstance(e, TierUnavailableError)]
@@ -288,6 +257,13 @@ class MooncakeTier(AsyncTier):
             self._counters.failed += 1
             raise faults[0]
         return failures
+
+    def _blocks(self, part: _Part) -> Iterator[tuple[int, OffloadKey, Bytes, Bytes]]:
+        """Yield each block's index in the job, its key, its row, and the memory of its value."""
+        rows = np.asarray(self._opened().kv_view)
+        for cell, i in enumerate(part.indices, part.first):
+            key, row = part.job.keys[i], rows[part.job.block_ids[i]]
+            yield i, key, row, part.helper.cells.value(cell, payload_offset(len(key)))
 
     async def _counted(self, call: Awaitable[list[int]]) -> list[int]:
         self._counters.requests += 1
@@ -297,10 +273,18 @@ class MooncakeTier(AsyncTier):
             self._counters.failed += 1
             raise
 
-    def _opened(self) -> tuple[Helper, _OpenState]:
-        if self._state is None or self._supervisor is None:
+    def _names(self, keys: Iterable[OffloadKey]) -> list[str]:
+        return [f"kvo:{self._envelopes.namespace}:{key.hex()}" for key in keys]
+
+    def _opened(self) -> TierEnvironment:
+        if self._env is None:
             raise TierClosedError(f"{self.describe()} is not open")
-        return self._supervisor.helper(), self._state
+        return self._env
+
+    def _helper(self) -> Helper:
+        if self._env is None or self._supervisor is None:
+            raise TierClosedError(f"{self.describe()} is not open")
+        return self._supervisor.helper()
 
 
 def _corrupt(failures: Outcomes) -> list[int]:

@@ -1,10 +1,4 @@
-"""Object store requests via `obstore`; only this module and `maintenance` use the library.
-
-The library follows every redirect and sends secrets along: the session token, and in the referrer a
-URL with its shared access signature. It has no option against that. Therefore, if an endpoint is
-configured, requests to all hosts except the endpoint and the credential issuers are sent to a proxy
-that does not exist.
-"""
+"""Object store requests via `obstore`; only this module and `maintenance` use the library."""
 
 from __future__ import annotations
 
@@ -13,11 +7,8 @@ import logging
 import os
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Final
-from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 import obstore
 from obstore import exceptions
@@ -31,10 +22,17 @@ from kvoffload_async.errors import (
     TierFullError,
     TierUnavailableError,
 )
+from kvoffload_async.tiers.object.endpoints import (
+    NOWHERE,
+    REDIRECTED,
+    permitted_hosts,
+    unencrypted_endpoint,
+)
 from kvoffload_async.tiers.remote.client import (
     Bytes,
     RefusedError,
     RemoteClient,
+    Server,
     Value,
     ValueExistsError,
     heard,
@@ -52,91 +50,9 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig
 
 
-NOWHERE: Final = "127.0.0.1:0"
-"""Address of the nonexistent proxy."""
-REDIRECTED: Final = f"{NOWHERE},"
-"""Occurs in the library's error for a blocked redirect."""
-
-_ENDPOINT: Final = re.compile(
-    r"(?:aws_|azure_|google_)?(?:(?:storage_)?endpoint(?:_url)?(?:_s3)?|base_url)"
-)
-_ISSUERS: Final = (
-    "169.254.0.0/16",
-    "fd00:ec2::/32",
-    "sts.amazonaws.com",
-    "metadata.google.internal",
-    "oauth2.googleapis.com",
-    "login.microsoftonline.com",
-)
-"""Hosts that issue credentials; those in the options are permitted as well."""
-_VARIABLES: Final = {"s3": ("AWS_",), "s3a": ("AWS_",), "gs": ("GOOGLE_",)}
-_AZURE_VARIABLES: Final = ("AZURE_", "IDENTITY_", "MSI_")
-
-
-def permitted_hosts(url: str, options: Mapping[str, Any]) -> list[str]:
-    """Return the hosts that a store needs; empty if all are permitted.
-
-    All are permitted without an endpoint, because the server is then the provider's, and if the
-    environment defines a proxy for the endpoint.
-
-    Args:
-        url: URL of the store.
-        options: Options for the library.
-    """
-    given = _variables(url) | dict(options)
-    settings = {name.lower(): str(text) for name, text in given.items()}
-    endpoints = [text for name, text in settings.items() if _is_endpoint(name)]
-    if not any(map(_host, endpoints)) or any(map(_has_proxy, endpoints)):
-        return []
-    hosts = [*_ISSUERS, *filter(None, map(_host, settings.values()))]
-    hosts += (f"sts.{text}.amazonaws.com" for name, text in settings.items() if "region" in name)
-    return hosts
-
-
-def unencrypted_endpoint(url: str, options: Mapping[str, Any]) -> str | None:
-    """Return the name of the option or variable with an `http://` endpoint; None if there is none.
-
-    Args:
-        url: URL of the store.
-        options: Options for the library, which take precedence over the environment.
-    """
-    for given in (options, _variables(url)):
-        endpoints = {name: str(text) for name, text in given.items() if _is_endpoint(name)}
-        if endpoints:
-            return next((n for n, text in endpoints.items() if _is_unencrypted(text)), None)
-    return None
-
-
-def _variables(url: str) -> dict[str, str]:
-    """Return the environment variables that the library reads for a store."""
-    prefixes = _VARIABLES.get(urlsplit(url).scheme, _AZURE_VARIABLES)
-    return {name: text for name, text in os.environ.items() if name.startswith(prefixes)}
-
-
-def _is_endpoint(name: str) -> bool:
-    return _ENDPOINT.fullmatch(name.lower()) is not None
-
-
-def _is_unencrypted(endpoint: str) -> bool:
-    return endpoint.lower().startswith("http:")
-
-
-def _host(text: str) -> str | None:
-    try:
-        return urlsplit(text).hostname if text.startswith(("http://", "https://")) else None
-    except ValueError:
-        return None
-
-
-def _has_proxy(endpoint: str) -> bool:
-    proxies, host = getproxies(), _host(endpoint)
-    is_proxied = "all" in proxies or endpoint.partition(":")[0] in proxies
-    return is_proxied and not (host and proxy_bypass(host))
-
-
 NAMESPACE: Final = re.compile(r"[0-9a-f]{32}")
 RENEWALS: Final = "renewals"
-"""Replaces the 3 digits in names of the temporary copies that renew an object's age."""
+"""Replaces the 3 digits in the name of a temporary copy, which renews an object's age."""
 
 _DIGITS: Final = 3
 _BLOCK: Final = re.compile(r"([0-9a-f]{3})/([0-9a-f]+)_g(\d{1,10})")
@@ -175,7 +91,7 @@ logger = logging.getLogger(__name__)
 _MAX_CERTIFICATE_BYTES: Final = 1 << 20
 _MAX_TEXT_CHARS: Final = 400
 _MAX_JUDGED_CHARS: Final = 1 << 14
-"""Bounds on the length of an error text; a server controls how long it is."""
+"""Maximum characters of an error text that are examined; a server controls its length."""
 _ANSWER: Final = re.compile(r"status code: \d{3}[\w ]*|error response")
 _CODE: Final = re.compile(r"<Code>(\w{1,64})</Code>")
 _NAMES: Final = re.compile(r"https?://\S+|<(?:Resource|Key|BucketName)>[^<]*")
@@ -186,7 +102,7 @@ _NOT_DELETED: Final = (
 )
 _NOT_TRUSTED: Final = "InvalidCertificate"
 _TIMED_OUT: Final = "source: TimedOut"
-"""These occur only in the library's debug output."""
+"""Error codes that occur only in the library's debug output."""
 _FULL: Final = (
     "507 Insufficient Storage",
     "QuotaExceeded",
@@ -194,15 +110,16 @@ _FULL: Final = (
     "InsufficientStorage",
     "no space left",
 )
-"""Compared case-insensitively; some servers report an exceeded quota with status 403."""
+"""Error texts of a full store, compared case-insensitively; some servers report an exceeded quota
+with status 403."""
 _TOO_SLOW: Final = ("timed out", "timeout")
 _EMPTY: Final = memoryview(b"")
 _MOST_PUTS: Final = 2
-"""Attempts at a conditional write that the store refuses although it has no object."""
+"""Attempts at a conditional write that the store refuses although the object does not exist."""
 
 
 _users: Final[set[int]] = set()
-"""Processes that have called the library: this one, and those that it was forked from."""
+"""Ids of the processes that have called the library: this one and those it was forked from."""
 
 
 def claim_library() -> None:
@@ -222,98 +139,77 @@ def claim_library() -> None:
     _users.add(os.getpid())
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectConnection:
-    """Connection settings.
+def open_store(
+    url: str,
+    given: Mapping[str, Any],
+    *,
+    allow_http: bool,
+    timeout_s: float,
+    ca_file: str | None = None,
+    makes_directory: bool = True,
+) -> ObjectStore:
+    """Create the `obstore` store for a URL; it connects on first use.
 
-    Attributes:
+    The library keeps what it reads from files, so a new store is needed if they change.
+
+    Args:
         url: Bucket and prefix; contains no secret.
-        options: Options of the store, named as in the library; values may be secrets.
-        read_more: Returns further options, at each opening; raises ConfigError.
+        given: Options of the store, named as in the library; values may be secrets.
         allow_http: Whether unencrypted connections are allowed.
+        timeout_s: Timeout of one request, in seconds.
         ca_file: Additional CA certificates to verify the server with, as PEM.
-        call_timeout_s: Timeout of one request, in seconds.
         makes_directory: Whether to create the directory of a file URL.
+
+    Raises:
+        ConfigError: A file cannot be read, or URL and options are incompatible; the message
+            contains no option values.
     """
-
-    url: str
-    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    read_more: Callable[[], Mapping[str, Any]] = field(default=dict, repr=False)
-    allow_http: bool = False
-    ca_file: str | None = None
-    call_timeout_s: float = 5.0
-    makes_directory: bool = True
-
-    def open(self) -> ObjectStore:
-        """Create the library's store; it connects on first use.
-
-        The library keeps what it reads from files, so a new store is needed if they change.
-
-        Raises:
-            ConfigError: A file cannot be read, or URL and options are incompatible; the message
-                contains no option values.
-        """
-        certificates = None
-        if self.ca_file is not None:
-            certificates = read_file(_MAX_CERTIFICATE_BYTES)(self.ca_file, "tls_ca_file")
-        more = self.read_more()
-        for name in self.options.keys() & more.keys():
-            raise ConfigError(
-                f"{name}: is given twice, in store_options_file too; leave one of them out"
-            )
-        options = {**self.options, **more}
-        for name in options:
-            if name.lower().endswith("allow_http"):
-                raise ConfigError(f"{name}: give it as allow_http, and in store_options")
-        endpoint = None if self.allow_http else unencrypted_endpoint(self.url, options)
-        if endpoint is not None:
-            raise ConfigError(
-                f"{endpoint}: begins with http://, and connections must be encrypted; give "
-                "https://, or set allow_http to true in store_options"
-            )
-        try:
-            opened: ObjectStore = self._open(options, certificates)
-        except exceptions.UnknownConfigurationKeyError as error:
-            names = ", ".join(sorted(options))
-            raise ConfigError(
-                f"url: {self.url!r} does not support all of the given options ({names}); see "
-                "obstore's documentation of that store"
-            ) from error
-        except (exceptions.BaseError, ValueError, TypeError) as error:
-            # The error's text may contain option values.
-            raise ConfigError(
-                f"url: {self.url!r} cannot be used with the given options "
-                f"({type(error).__name__}); correct them"
-            ) from None
-        return opened
-
-    def _open(self, given: Mapping[str, Any], certificates: bytes | None) -> Any:  # noqa: ANN401
-        # The library is untyped here.
-        if self.url.startswith("file:"):
-            return LocalStore.from_url(self.url, mkdir=self.makes_directory, **given)
-        timeout = timedelta(seconds=self.call_timeout_s)
-        client_options: ClientConfig = {
-            "allow_http": self.allow_http,
-            "timeout": timeout,
-            "connect_timeout": timeout,
-        }
-        if hosts := permitted_hosts(self.url, given):
-            client_options["proxy_url"] = f"http://{NOWHERE}"
-            client_options["proxy_excludes"] = ",".join(hosts)
-        if certificates is not None:
-            client_options["root_certificate"] = certificates
-        options = dict(given)
-        if self.url.startswith("s3") and not any("bulk_delete" in name for name in options):
-            # The library reads no response body when it deletes a single object, however long it
-            # is.
-            options["disable_bulk_delete"] = True
-        return from_url(
-            self.url,
+    for name in given:
+        if name.lower().endswith("allow_http"):
+            raise ConfigError(f"{name}: give it as allow_http, and in store_options")
+    endpoint = None if allow_http else unencrypted_endpoint(url, given)
+    if endpoint is not None:
+        raise ConfigError(
+            f"{endpoint}: begins with http://, and connections must be encrypted; give "
+            "https://, or set allow_http to true in store_options"
+        )
+    timeout = timedelta(seconds=timeout_s)
+    client_options: ClientConfig = {
+        "allow_http": allow_http,
+        "timeout": timeout,
+        "connect_timeout": timeout,
+    }
+    if ca_file is not None:
+        certificates = read_file(ca_file, "tls_ca_file", _MAX_CERTIFICATE_BYTES)
+        client_options["root_certificate"] = certificates
+    if hosts := permitted_hosts(url, given):
+        client_options["proxy_url"] = f"http://{NOWHERE}"
+        client_options["proxy_excludes"] = ",".join(hosts)
+    options = dict(given)
+    if url.startswith("s3") and not any("bulk_delete" in name for name in options):
+        # The library reads no response body when it deletes a single object, however long it is.
+        options["disable_bulk_delete"] = True
+    try:
+        if url.startswith("file:"):
+            return LocalStore.from_url(url, mkdir=makes_directory, **options)
+        return from_url(  # type: ignore[no-any-return] # because of the next one
+            url,
             config=options,  # type: ignore[call-overload] # of three stores
             client_options=client_options,
-            # Retries are made and counted by the caller.
-            retry_config={"max_retries": 0},
+            retry_config={"max_retries": 0},  # retries are made and counted by the caller
         )
+    except exceptions.UnknownConfigurationKeyError as error:
+        names = ", ".join(sorted(given))
+        raise ConfigError(
+            f"url: {url!r} does not support all of the given options ({names}); see "
+            "obstore's documentation of that store"
+        ) from error
+    except (exceptions.BaseError, ValueError, TypeError) as error:
+        # The error's text may contain option values.
+        raise ConfigError(
+            f"url: {url!r} cannot be used with the given options ({type(error).__name__}); "
+            "correct them"
+        ) from None
 
 
 class ObjectClient(RemoteClient):
@@ -351,7 +247,8 @@ class ObjectClient(RemoteClient):
             break
         await self._create(description_name_of(self._namespace), self._description)
 
-    async def check(self) -> None:
+    async def check(self, server: Server) -> None:
+        del server  # there is only one
         if self._is_refused and self._reopen is not None:
             self._store = await self._reopen()
             self._is_refused = False
@@ -432,7 +329,7 @@ class ObjectClient(RemoteClient):
         return name_of(self._namespace, key)
 
     async def _create(self, name: str, content: bytes | memoryview) -> TierError | None:
-        """Store an object unless there is one; return the error or None."""
+        """Store an object unless it exists; return the error or None."""
         for _ in range(_MOST_PUTS):
             try:
                 await obstore.put_async(

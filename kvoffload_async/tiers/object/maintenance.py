@@ -31,9 +31,9 @@ from kvoffload_async.tiers.files.maintenance import BadBlock, Verdict, Verificat
 from kvoffload_async.tiers.object.client import (
     NAMESPACE,
     RENEWALS,
-    ObjectConnection,
     claim_library,
     key_of_name,
+    open_store,
     read_at_most,
     text_of,
 )
@@ -45,15 +45,13 @@ if TYPE_CHECKING:
 
 
 Judged = tuple[Verdict, str]
-"""A verdict on one block, and the reason."""
-
-_WRONG_HEADER = (Verdict.CORRUPT, "its header is not that block's")
+"""The verdict on one block, and the reason for it."""
 
 
 def judge_object(
     value: memoryview, key: OffloadKey | None, namespace: str, integrity_key: IntegrityKey | None
 ) -> Judged:
-    """Verify the block of an object.
+    """Verify the block that an object contains.
 
     Args:
         value: The object.
@@ -64,22 +62,14 @@ def judge_object(
     if is_newer(value):
         return Verdict.NEWER, ""
     header = Header.parse(value)
-    if header is None or header.namespace != namespace:
-        return _WRONG_HEADER
+    if header is None or header.namespace != namespace or header.key != key:
+        return Verdict.CORRUPT, "its header is not that block's"
     used_key = integrity_key if header.is_keyed else None
     if header.is_keyed and (used_key is None or used_key.id != header.key_id):
         return Verdict.OTHER_KEY, ""
-    return _judge_block(header, value, key, used_key)
-
-
-def _judge_block(
-    header: Header, value: memoryview, key: OffloadKey | None, integrity_key: IntegrityKey | None
-) -> Judged:
-    if header.key != key:
-        return _WRONG_HEADER
     if len(value) != header.payload_offset + header.payload_bytes:
         return Verdict.CORRUPT, f"{len(value)} bytes"
-    digester = create_digester(header.layout, integrity_key)
+    digester = create_digester(header.layout, used_key)
     if digester.digest(header.key, value[header.payload_offset :]) != header.digest:
         return Verdict.CORRUPT, "wrong checksum"
     return Verdict.VERIFIED, ""
@@ -92,14 +82,14 @@ _READS_AT_ONCE: Final = 8
 _MAX_READ_BYTES: Final = 1 << 30
 """Maximum size of an object to read; writers to the bucket control object sizes."""
 _REQUEST_TIMEOUT_S: Final = 60.0
-"""Timeout in seconds of a request, and of the requests until the next listed object."""
+"""Timeout in seconds of a request, and of all requests until the next object is listed."""
 _PASSED_OVER: Final = 10
-"""The namespaces may take that many times as long: all objects beside them are listed, too."""
+"""Factor on the timeout for listing the namespaces: other objects next to them are listed too."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoundObject:
-    """An object of a namespace; `key` is that of its block, None for other objects."""
+    """An object in a namespace; `key` is the key of its block, None if it contains no block."""
 
     name: str
     size_bytes: int
@@ -109,7 +99,7 @@ class FoundObject:
 
 @dataclass(slots=True)
 class Inspection:
-    """Contents of a namespace."""
+    """Counts of the objects in a namespace."""
 
     objects: int = 0
     object_bytes: int = 0
@@ -118,7 +108,7 @@ class Inspection:
     oldest_s: float = 0.0
 
     def take_in(self, found: FoundObject) -> None:
-        """Count an object."""
+        """Add an object to the counts."""
         if found.key is None:
             self.unknown_files += 1
             self.unknown_file_bytes += found.size_bytes
@@ -129,7 +119,7 @@ class Inspection:
 
     @property
     def rows(self) -> list[tuple[str, str]]:
-        """Label and value of each figure, for people."""
+        """Label and formatted value of each figure, for display."""
         return [
             ("objects of blocks", f"{self.objects:,}"),
             ("bytes", f"{self.object_bytes:,}"),
@@ -141,7 +131,7 @@ class Inspection:
 
 @dataclass(slots=True)
 class Removed:
-    """Objects removed, or in a dry run to be removed."""
+    """Counts of the objects removed, or in a dry run to be removed."""
 
     expired_objects: int = 0
     surplus_objects: int = 0
@@ -151,13 +141,13 @@ class Removed:
 
     @property
     def rows(self) -> list[tuple[str, str]]:
-        """Label and value of each figure, for people."""
+        """Label and formatted value of each figure, for display."""
         return [(name.replace("_", " "), f"{value:,}") for name, value in asdict(self).items()]
 
 
 @dataclass(slots=True)
 class _Place:
-    """Position of a pass over the objects, and where it was stopped."""
+    """Position of a pass over a namespace's objects, and the position at which it was stopped."""
 
     after: str = ""
     stopped_after: str = ""
@@ -179,7 +169,7 @@ class ObjectMaintenance(StoreMaintenance):
     """Seconds in which a server must list the next objects of a namespace."""
 
     def __init__(self, store: ObjectStore, url: str, namespace: str) -> None:
-        """Maintain the namespace of this name."""
+        """Maintain the namespace `namespace`; nothing is read yet."""
         self.folder = f"{url.rstrip('/')}/{namespace}"
         self._store = store
         self._namespace = namespace
@@ -192,12 +182,9 @@ class ObjectMaintenance(StoreMaintenance):
     @classmethod
     async def find(cls, directory: str) -> Sequence[Self]:
         claim_library()
-        store = ObjectConnection(
-            directory,
-            allow_http=True,
-            call_timeout_s=_REQUEST_TIMEOUT_S,
-            makes_directory=False,
-        ).open()
+        store = open_store(
+            directory, {}, allow_http=True, timeout_s=_REQUEST_TIMEOUT_S, makes_directory=False
+        )
         timeout_s = _PASSED_OVER * cls.listing_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
@@ -299,7 +286,7 @@ class ObjectMaintenance(StoreMaintenance):
         control.advance(_PREFIXES - done)
 
     def _check_order(self, page: Sequence[FoundObject], after: str) -> None:
-        """Check that a server's list makes progress: it is ordered, and names nothing twice.
+        """Check that a server's listing makes progress: it is ordered and has no duplicates.
 
         Raises:
             InputError: It does not, and might not end.
@@ -315,7 +302,7 @@ class ObjectMaintenance(StoreMaintenance):
             after = item.name
 
     async def _surplus_age_s(self, keep_bytes: int, control: MaintenanceControl) -> float:
-        """Return the age in whole seconds from which on blocks exceed `keep_bytes`."""
+        """Return the age in whole seconds at which the younger blocks exceed `keep_bytes`."""
         bytes_by_age: dict[int, int] = {}
         async with aclosing(self._pages(control, _Place())) as pages:
             async for page in pages:
@@ -400,7 +387,7 @@ class ObjectMaintenance(StoreMaintenance):
 
 
 def _prefix_of(name: str) -> int:
-    """Return the numeric value of a name's prefix."""
+    """Return the numeric value of the three digits in an object's name."""
     digits = name.partition("/")[2].partition("/")[0]
     try:
         return int(digits, 16)

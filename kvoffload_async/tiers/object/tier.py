@@ -1,13 +1,12 @@
-"""The `object` tier, its options, and its search for the longest stored prefixes of chains."""
+"""The `object` tier, its options, and its search for the longest stored prefix of each chain."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Final, Self
 from urllib.parse import parse_qs, urlsplit
 
 from kvoffload_async.abc.maintenance import StoreMaintenance
@@ -24,6 +23,7 @@ from kvoffload_async.config import (
     shown,
 )
 from kvoffload_async.errors import ConfigError, CorruptBlockError, TierFullError, Trouble
+from kvoffload_async.tiers.object.endpoints import variables_of
 from kvoffload_async.tiers.remote.client import RemoteClient
 from kvoffload_async.tiers.remote.lookups import Lookups
 from kvoffload_async.tiers.remote.settings import (
@@ -31,16 +31,13 @@ from kvoffload_async.tiers.remote.settings import (
     REMEDIES,
     Redactor,
     RemoteSettings,
+    ReplaceableFile,
     read_file,
 )
 from kvoffload_async.tiers.remote.tier import RemoteTier
 from kvoffload_async.types import OffloadKey
 
-if TYPE_CHECKING:
-    from kvoffload_async.tiers.object.client import ObjectConnection
-
 _SCHEMES: Final = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "file")
-_VARIABLES: Final = ("AWS_", "AZURE_", "GOOGLE_")
 _MAX_OPTIONS_BYTES: Final = 64 << 10
 
 
@@ -52,8 +49,8 @@ def _parse_object_url(value: object, key: str) -> str:
         raise ConfigError(f"{key}: it is not valid; write s3://bucket/prefix") from None
     if "@" in url or parts.query:
         raise ConfigError(
-            f"{key}: it must have neither user nor query, since it is shown; give secrets in "
-            "store_options or its file, or in the environment"
+            f"{key}: the URL must have neither user nor query, since messages show it; give "
+            "secrets in store_options, in store_options_file or in the environment"
         )
     if parts.scheme not in _SCHEMES:
         raise ConfigError(
@@ -65,14 +62,14 @@ def _parse_object_url(value: object, key: str) -> str:
 
 
 def _parse_text(value: object, key: str) -> str:
-    """Return a text; error messages do not contain it."""
+    """Validate a non-empty text; error messages do not contain it."""
     if not isinstance(value, str) or not value or not is_encodable(value):
         raise ConfigError(f"{key}: it is not valid; it must be a text that is not empty")
     return value
 
 
 def _parse_store_options(value: object, key: str) -> Mapping[str, str | bool]:
-    """Return options of the library; error messages do not contain their values."""
+    """Validate options for the `obstore` library; error messages do not contain their values."""
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise ConfigError(f"{key}: it must be an object of obstore's options")
     for name, given in value.items():
@@ -81,23 +78,11 @@ def _parse_store_options(value: object, key: str) -> Mapping[str, str | bool]:
     return value
 
 
-@dataclass(frozen=True)
-class StoreOptionsFile:
-    """A file with options of the library, which may be replaced while the engine runs."""
-
-    path: str
-    key: str
-
-    @classmethod
-    def parse(cls, value: object, key: str) -> StoreOptionsFile:
-        """Return the file at an absolute path; raises ConfigError if it has no options now."""
-        file = cls(parse_file(value, key), key)
-        file.read(Redactor())
-        return file
+class StoreOptionsFile(ReplaceableFile):
+    """A JSON file with options for the `obstore` library."""
 
     def read(self, redact: Redactor) -> Mapping[str, str | bool]:
-        """Return the options, whose secrets `redact` hides from now on; raises ConfigError."""
-        content = read_file(_MAX_OPTIONS_BYTES)(self.path, self.key)
+        content = read_file(self.path, self.key, _MAX_OPTIONS_BYTES)
         try:
             given = json.loads(content)
         except (ValueError, RecursionError):
@@ -135,18 +120,26 @@ class ObjectOptions(RemoteSettings):
     connections: int = option(at_least(1, MAX_CONNECTIONS), 16)
     """Concurrent calls with payload, in each direction."""
 
+    @classmethod
+    def of(cls, options: Mapping[str, Any], identity: KVIdentity) -> Self:
+        settings = super().of(options, identity)
+        given = [settings.store_options or {}, *map(variables_of, ("s3:", "gs:", "az:"))]
+        secrets = [secret for some in given for secret in _secrets(some)]
+        return replace(settings, redact=Redactor(secrets))
+
     def locations(self, identity: KVIdentity) -> list[TierLocation]:
-        self.connect()
+        if not self.url.startswith("file:"):  # opening a file store creates its directory
+            self.open()
         self.warn_of_large_blocks("object", identity.block_bytes)
         return [TierLocation(self.url, is_exclusive=False, key="url")]
 
-    def connect(self) -> tuple[ObjectConnection, Redactor]:
-        """Return the connection, and what hides its secrets.
+    def open(self) -> Any:  # noqa: ANN401 - the library's store, whose module is an extra
+        """Open the store with the present credentials; reads files, so call it in a thread.
 
         Raises:
             ConfigError: The options contradict each other, or the library rejects them.
         """
-        from kvoffload_async.tiers.object.client import ObjectConnection  # noqa: PLC0415 - an extra
+        from kvoffload_async.tiers.object.client import open_store  # noqa: PLC0415 - an extra
 
         given = dict(self.store_options or {})
         if self.endpoint is not None:
@@ -156,27 +149,22 @@ class ObjectOptions(RemoteSettings):
                 )
             given["endpoint"] = self.endpoint
         allow_http = parse_bool(given.pop("allow_http", False), "store_options: allow_http")
-        redact = Redactor([*_secrets(_variables()), *_secrets(given)])
-        connection = ObjectConnection(
+        more = {} if self.options_file is None else self.options_file.read(self.redact)
+        for name in given.keys() & more.keys():
+            raise ConfigError(
+                f"{name}: is given twice, in store_options_file too; leave one of them out"
+            )
+        return open_store(
             self.url,
-            given,
-            read_more=partial(self.options_file.read, redact) if self.options_file else dict,
+            {**given, **more},
             allow_http=allow_http,
+            timeout_s=self.call_timeout_s,
             ca_file=self.ca_file,
-            call_timeout_s=self.call_timeout_s,
         )
-        if not self.url.startswith("file:"):  # opening a file store creates its directory
-            connection.open()
-        return connection, redact
-
-
-def _variables() -> dict[str, str]:
-    """Return the environment variables that the library may read."""
-    return {key: value for key, value in os.environ.items() if key.startswith(_VARIABLES)}
 
 
 def _secrets(options: Mapping[str, str | bool]) -> list[str]:
-    """Return the secrets in options or environment variables."""
+    """Return the secrets among the values of options or environment variables."""
     secrets = [value for key, value in options.items() if isinstance(value, str) and is_secret(key)]
     # A URL contains only the decoded signature.
     return secrets + [sig for text in secrets for sig in parse_qs(text.lstrip("?")).get("sig", ())]
@@ -186,7 +174,7 @@ async def bisect_prefixes(
     chains: Sequence[Sequence[OffloadKey]],
     ask: Callable[[Sequence[OffloadKey]], Awaitable[Collection[OffloadKey]]],
 ) -> list[int]:
-    """Return how many keys at the head of each chain are stored, with few keys asked for.
+    """Return how many keys at the head of each chain are stored, by probing only a few keys.
 
     Keys are chained hashes, so all blocks before a stored one are assumed to be stored; a wrong
     assumption costs a failed load, never wrong bytes. Each round asks for one key of every chain:
@@ -215,19 +203,6 @@ async def bisect_prefixes(
         rounds += 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ObjectSettings:
-    """Settings of an `object` tier, made from its options.
-
-    Attributes:
-        connection: Connection to the object store.
-        remote: Settings common to all remote tiers.
-    """
-
-    connection: ObjectConnection
-    remote: RemoteSettings = field(default_factory=RemoteSettings)
-
-
 class ObjectTier(RemoteTier):
     """Blocks as objects in S3, Google Cloud Storage or Azure, shared by all hosts that use it.
 
@@ -246,27 +221,19 @@ class ObjectTier(RemoteTier):
         "faster: raise connections and bytes_in_flight",
     }
 
-    def __init__(self, settings: ObjectSettings) -> None:
+    capabilities = replace(RemoteTier.capabilities, probes_prefixes=True)
+    _settings: ObjectOptions
+
+    def __init__(self, settings: ObjectOptions) -> None:
         """Configure the tier; nothing is connected before `open`."""
-        self._connection = settings.connection
+        super().__init__(settings, settings.url)
         self._description: Mapping[str, Any] = {}
         self._store: Any = None  # the library's, whose module is an extra
-        place = settings.connection.url
-        super().__init__(settings.remote, self._client_of, place, probes_prefixes=True)
-
-    @classmethod
-    def from_options(cls, options: Mapping[str, Any], identity: KVIdentity) -> Self:
-        own = ObjectOptions.of(options, identity)
-        connection, redact = own.connect()
-        remote = replace(own, redact=redact)
-        return cls(ObjectSettings(connection=connection, remote=remote))
 
     @classmethod
     def maintenance(cls) -> type[StoreMaintenance]:
         # Imported on demand, because the library is an extra.
-        from kvoffload_async.tiers.object.maintenance import (  # noqa: PLC0415
-            ObjectMaintenance,
-        )
+        from kvoffload_async.tiers.object.maintenance import ObjectMaintenance  # noqa: PLC0415
 
         return ObjectMaintenance
 
@@ -275,30 +242,35 @@ class ObjectTier(RemoteTier):
 
         claim_library()
         # It reads files, and creates the directory of a file URL; either may hang.
-        self._store = await env.io.run(Direction.METADATA, self._connection.open)
-        identity = env.identity
-        self._description = {
-            "model": identity.model,
-            "namespace": identity.namespace,
-            "block_bytes": identity.block_bytes,
-            "rank": identity.rank,
-            "run_config": dict(identity.run_config),
-        }
+        self._store = await env.io.run(Direction.METADATA, self._settings.open)
+        self._description = asdict(replace(env.identity, generation=None))
         await super().open(env)
 
     async def longest_prefixes(self, chains: Sequence[Sequence[OffloadKey]]) -> Sequence[int]:
-        """Return the number of keys at the head of each chain that probably are stored."""
+        """Return the number of keys at the head of each chain that probably are stored.
+
+        If the first key behind a prefix was just found absent, those after it are cached as absent
+        too, so that a store right after the look-up does not ask for them.
+        """
         self._opened()
         deadline_s = self._deadline(self._settings.probe_timeout_s)
-        return await bisect_prefixes(chains, lambda keys: self._questions.ask(keys, deadline_s))
+        asked: set[OffloadKey] = set()
 
-    def _client_of(
-        self, namespace: str, block_bytes: int, emptied: Callable[[], None]
-    ) -> RemoteClient:
+        async def ask(keys: Sequence[OffloadKey]) -> set[OffloadKey]:
+            asked.update(key for key in keys if self._memory.get(key) is None)
+            return await self._questions.ask(keys, deadline_s)
+
+        lengths = await bisect_prefixes(chains, ask)
+        for chain, length in zip(chains, lengths, strict=True):
+            if length < len(chain) and chain[length] in asked:
+                rest = chain[length + 1 :]
+                self._memory.vanished(key for key in rest if self._memory.get(key) is None)
+        return lengths
+
+    def _create_client(self, namespace: str) -> RemoteClient:
         # Imported here because the library is an optional dependency.
         from kvoffload_async.tiers.object.client import ObjectClient  # noqa: PLC0415
 
-        del block_bytes, emptied  # an object store keeps its contents over a restart
         lookups = Lookups(self._settings.probe_timeout_s)
-        reopen = partial(lookups.run, "credentials", self._connection.open)
+        reopen = partial(lookups.run, "credentials", self._settings.open)
         return ObjectClient(self._store, namespace, self._description, reopen=reopen)

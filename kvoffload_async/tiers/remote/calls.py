@@ -6,8 +6,7 @@ import asyncio
 import math
 import random
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -20,24 +19,19 @@ from kvoffload_async.errors import (
     TierUnavailableError,
     drop_tracebacks,
 )
-from kvoffload_async.tiers.remote.client import (
-    RefusedError,
-    RemoteClient,
-    Server,
-    hearing,
-)
-from kvoffload_async.tiers.remote.settings import Redactor
+from kvoffload_async.tiers.remote.client import RefusedError, RemoteClient, Server, hearing
+from kvoffload_async.tiers.remote.settings import RemoteCounters, RemoteSettings
 from kvoffload_async.waiting import Limiter
 
 _FIRST_PART: Final = 8
-"""A window begins as this part of its maximum."""
+"""Initial congestion window: its maximum divided by this number."""
 _HOLD_S: Final = 60.0
-"""Seconds after slow transfers in which the window grows only with the rate."""
+"""Seconds after slow transfers in which the window grows only if the measured rate does."""
 _SHORTEST_S: Final = 1e-6
 
 
 class Departure(NamedTuple):
-    """The state as a transfer or round began: the loop time, the bytes in flight and carried."""
+    """State at the start of a transfer or round: loop time, bytes in flight, bytes transferred."""
 
     began_s: float
     in_flight: int
@@ -62,7 +56,7 @@ class CongestionWindow:
     """
 
     def __init__(self, limiter: Limiter, queue_s: float) -> None:
-        """Resize a limiter, at most to its present limit.
+        """Control a limiter; its present limit becomes the maximum of the window.
 
         Args:
             limiter: See the attributes.
@@ -75,9 +69,9 @@ class CongestionWindow:
         self._carried = 0
         self._largest = 0
         self._alone_s = math.inf
-        """The most that a transfer of `_largest` bytes takes without queueing, as far as known."""
+        """Estimated seconds that a transfer of `_largest` bytes takes without queueing."""
         self._best = 0.0
-        """Largest window that a transfer of the present round showed. A round ends when a window
+        """Largest window derived from a transfer of the present round. A round ends when a window
         of bytes has passed, or transfers were slow; not before `queue_s`."""
         self._is_slow = False
         self._grows_s = -math.inf
@@ -85,12 +79,12 @@ class CongestionWindow:
         limiter.resize(max(1, self._most_bytes // _FIRST_PART))
 
     def began(self) -> Departure:
-        """Return what `ended` needs, at the beginning of a transfer."""
+        """Return the state at the start of a transfer, to be passed to `ended`."""
         now_s = asyncio.get_running_loop().time()
         return Departure(now_s, self.limiter.bytes_in_flight, self._carried)
 
     def ended(self, departure: Departure, num_bytes: int) -> None:
-        """Record a transfer that succeeded; one of no bytes measures nothing."""
+        """Record a successful transfer; a transfer of 0 bytes does not change the window."""
         self.moved_s = now_s = asyncio.get_running_loop().time()
         if not num_bytes:
             return
@@ -116,7 +110,7 @@ class CongestionWindow:
             self._best, self._is_slow, self._round = 0.0, False, self.began()
 
     def timed_out(self) -> None:
-        """Halve the window after a transfer that did not end in time, and so showed no rate."""
+        """Halve the window after a transfer that timed out, since its rate is unknown."""
         self.limiter.resize(self.limiter.max_bytes // 2)
 
     def _note_alone(self, seconds: float, num_bytes: int, *, is_alone: bool) -> None:
@@ -131,6 +125,8 @@ class CongestionWindow:
 async def run_together(coroutines: Iterable[Coroutine[Any, Any, None]], name: str) -> None:
     """Run coroutines until all have ended; the first exception cancels the others.
 
+    A single one runs in the caller's task.
+
     A cancelled `TaskGroup` would remain in a reference cycle with its callers' frames, and keep the
     primary's rows in use until garbage collection.
 
@@ -138,10 +134,13 @@ async def run_together(coroutines: Iterable[Coroutine[Any, Any, None]], name: st
         coroutines: The coroutines.
         name: Name of their tasks.
     """
-    loop = asyncio.get_running_loop()
-    tasks = [loop.create_task(coroutine, name=name) for coroutine in coroutines]
-    if not tasks:
+    waiting = list(coroutines)
+    if len(waiting) <= 1:
+        for coroutine in waiting:
+            await coroutine
         return
+    loop = asyncio.get_running_loop()
+    tasks = [loop.create_task(coroutine, name=name) for coroutine in waiting]
     try:
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
@@ -165,25 +164,6 @@ _RECENTLY_S: Final = 60.0
 """A server that answered within this time counts as working."""
 
 
-@dataclass(slots=True)
-class CallCounters:
-    """Counters of calls.
-
-    Attributes:
-        requests: Calls started, including retries.
-        retries: Calls that repeated a failed one.
-        failed: Failed calls.
-        timeouts: Failed calls that timed out.
-        health_checks: Calls that only checked a server.
-    """
-
-    requests: int = 0
-    retries: int = 0
-    failed: int = 0
-    timeouts: int = 0
-    health_checks: int = 0
-
-
 class HangDetector:
     """Distinguishes slow calls from servers that hang.
 
@@ -196,15 +176,16 @@ class HangDetector:
     """
 
     def __init__(
-        self, check_server: Callable[[Server], Awaitable[None]], response_timeout_s: float
+        self, check: Callable[[Server], Awaitable[None]], response_timeout_s: float
     ) -> None:
-        """Start without calls.
+        """Create a detector that observes no call yet.
 
         Args:
-            check_server: Checks a server; any end, also an error, shows that it does not hang.
-            response_timeout_s: See `Calls`.
+            check: Checks a server; any end, also an error, shows that it does not hang.
+            response_timeout_s: Seconds in which a server answers a call or a check made during the
+                call, unless it hangs.
         """
-        self._check_server = check_server
+        self._check = check
         self._slow_s = response_timeout_s / 4
         self._check_s = response_timeout_s - self._slow_s
         self._slow: dict[Server, set[asyncio.Timeout]] = {}
@@ -218,7 +199,7 @@ class HangDetector:
         return self._hung_s.get(server, -math.inf) >= began_s
 
     def heard(self, server: Server) -> None:
-        """Record that a server has sent something."""
+        """Record that a server has sent data, so it does not hang."""
         check = self._checks.get(server)
         if check is not None and not check.expired():
             check.reschedule(asyncio.get_running_loop().time() + self._check_s)
@@ -254,9 +235,12 @@ class HangDetector:
             while self._slow.get(server):
                 try:
                     async with asyncio.timeout(self._check_s) as self._checks[server]:
-                        await self._check_server(server)
+                        await self._check(server)
                 except TimeoutError:
-                    self._hangs(server)
+                    self._hung_s[server] = now_s = asyncio.get_running_loop().time()
+                    for timer in self._slow.pop(server):
+                        if not timer.expired():
+                            timer.reschedule(now_s)
                     return
                 except Exception as error:  # noqa: BLE001 - any exception of the library
                     drop_tracebacks(error)
@@ -266,16 +250,9 @@ class HangDetector:
         finally:
             del self._tasks[server]
 
-    def _hangs(self, server: Server) -> None:
-        now_s = asyncio.get_running_loop().time()
-        self._hung_s[server] = now_s
-        for timer in self._slow.pop(server):
-            if not timer.expired():
-                timer.reschedule(now_s)
-
 
 class Calls:
-    """Makes the calls of one client.
+    """Runs the calls of one client, with deadlines and retries.
 
     After a server failed, the next job or probe first checks it, and fails at once if it has no
     keys on another server: a dead server costs one short call instead of a long one per portion.
@@ -286,39 +263,23 @@ class Calls:
     """
 
     def __init__(
-        self,
-        client: RemoteClient,
-        redact: Redactor,
-        *,
-        call_timeout_s: float,
-        response_timeout_s: float,
-        max_retries: int,
-        jitter: Callable[[], float] = random.random,
+        self, client: RemoteClient, settings: RemoteSettings, counters: RemoteCounters
     ) -> None:
-        """Create without calls.
+        """Create the object without making a call.
 
         Args:
             client: Client whose calls are made.
-            redact: Hides secrets in error texts.
-            call_timeout_s: Timeout of one call, in seconds.
-            response_timeout_s: Seconds in which a server answers a call or a check made during the
-                call, unless it hangs.
-            max_retries: Maximum retries of a call.
-            jitter: Returns a number from 0 to 1 to randomize pauses, so that clients do not retry
-                in lockstep.
+            settings: Deadlines and retries; `probe_timeout_s` is the servers' response timeout.
+            counters: Counts the calls.
         """
         self._client = client
-        self._redact = redact
-        self._call_timeout_s = call_timeout_s
-        self._response_timeout_s = response_timeout_s
-        self._hangs = HangDetector(client.check_server, response_timeout_s)
-        self._max_retries = max_retries
-        self._jitter = jitter
+        self.counters = counters
+        self._settings = settings
+        self._hangs = HangDetector(client.check, settings.probe_timeout_s)
         self._suspects: dict[Server, float] = {}
         """Servers that may be down -> loop time before which they are not called."""
         self._answered_s: dict[Server, float] = {}
         """With several servers: server -> loop time of its last answer."""
-        self.counters = CallCounters()
 
     async def run(
         self,
@@ -348,7 +309,7 @@ class Calls:
             except RefusedError:
                 raise
             except TierUnavailableError:
-                is_last = not may_retry or attempt >= self._max_retries
+                is_last = not may_retry or attempt >= self._settings.max_retries
                 if (
                     is_last
                     or self._hangs.hangs_since(server, began_s)
@@ -377,8 +338,8 @@ class Calls:
                 failures[server] = self.fault_of(server, CallTimeoutError(text))
                 return
             self.counters.health_checks += 1
-            call = partial(self._client.check_server, server)
-            until_s = asyncio.get_running_loop().time() + self._response_timeout_s
+            call = partial(self._client.check, server)
+            until_s = asyncio.get_running_loop().time() + self._settings.probe_timeout_s
             try:
                 await self.run(call, min(deadline_s, until_s), server=server, may_retry=False)
             except TierError as error:
@@ -395,10 +356,10 @@ class Calls:
         return failures
 
     def require(self, server: Server, began_s: float) -> None:
-        """Check that a server has not hung since a loop time.
+        """Check that no hang of a server was detected since a loop time.
 
         Raises:
-            ServerHangError: It has.
+            ServerHangError: A hang was detected.
         """
         if self._hangs.hangs_since(server, began_s):
             raise ServerHangError(f"{self._client.location}: the server hangs")
@@ -418,14 +379,6 @@ class Calls:
             return ShardUnavailableError(str(error))
         return error
 
-    def _timeout_of(
-        self, seconds: float, passed_s: float, *, has_hung: bool
-    ) -> type[TierTimeoutError]:
-        """Return the error of a call that ended after `passed_s` of its `seconds`."""
-        if seconds == self._call_timeout_s and passed_s >= seconds - _LAG_S:
-            return CallTimeoutError
-        return ServerHangError if has_hung else TierTimeoutError  # of the job or the probe
-
     async def _once(
         self,
         call: Callable[[], Awaitable[T]],
@@ -437,30 +390,30 @@ class Calls:
         location = self._client.location
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        seconds = max(0.0, min(self._call_timeout_s, deadline_s - began_s))
+        seconds = max(0.0, min(self._settings.call_timeout_s, deadline_s - began_s))
         self.counters.requests += 1
         failure: TierError
         try:
             # An expired deadline ends the call at its first step.
             async with asyncio.timeout(seconds) as timer:
-                with hearing(partial(self._hangs.heard, server)):
-                    if may_hang and seconds > self._response_timeout_s:
-                        with self._hangs.observing(server, timer):
-                            result = await call()
-                    else:
-                        result = await call()
+                is_observed = may_hang and seconds > self._settings.probe_timeout_s
+                observing = self._hangs.observing(server, timer) if is_observed else nullcontext()
+                with hearing(partial(self._hangs.heard, server)), observing:
+                    result = await call()
         except asyncio.CancelledError:
             has_timed_out = loop.time() >= deadline_s - _LAG_S
-            if has_timed_out:
-                self.counters.failed += 1
-                self.counters.timeouts += 1
             # Otherwise it is unknown whether it would have answered.
+            self.counters.failed += has_timed_out
+            self.counters.timeouts += has_timed_out
             self._doubt(server, has_timed_out=has_timed_out)
             raise
         except TimeoutError:
             passed_s = loop.time() - began_s
-            has_hung = self._hangs.hangs_since(server, began_s)
-            kind = self._timeout_of(seconds, passed_s, has_hung=has_hung)
+            kind: type[TierTimeoutError] = TierTimeoutError  # of the job or the probe
+            if seconds == self._settings.call_timeout_s and passed_s >= seconds - _LAG_S:
+                kind = CallTimeoutError
+            elif self._hangs.hangs_since(server, began_s):
+                kind = ServerHangError
             failure = kind(f"{location} did not answer within {min(seconds, passed_s):.3g} s")
         except Exception as error:  # noqa: BLE001 - any exception of the library
             failure = self._redacted_error(error)
@@ -484,18 +437,19 @@ class Calls:
             del failure  # avoid a reference cycle of exception and frame
 
     def _doubt(self, server: Server, *, has_timed_out: bool) -> None:
-        pause_s = self._call_timeout_s if has_timed_out and server is not None else 0.0
+        pause_s = self._settings.call_timeout_s if has_timed_out and server is not None else 0.0
         self._suspects[server] = asyncio.get_running_loop().time() + pause_s
 
     def _redacted_error(self, error: Exception) -> TierError:
         """Convert an error of the library, with secrets removed."""
         mapped = self._client.mapped(error)
         drop_tracebacks(error)  # library frames may hold it, and they hold their callers'
-        return type(mapped)(f"{self._client.location}: {self._redact(mapped)}")
+        return type(mapped)(f"{self._client.location}: {self._settings.redact(mapped)}")
 
     async def _pause(self, attempt: int, deadline_s: float) -> bool:
         """Wait before a retry, with exponential backoff; False if no time is left."""
-        seconds = _FIRST_PAUSE_S * 2**attempt * (0.5 + self._jitter() / 2)
+        jitter = random.random()  # noqa: S311 - so that clients do not retry in lockstep
+        seconds = _FIRST_PAUSE_S * 2**attempt * (0.5 + jitter / 2)
         if asyncio.get_running_loop().time() + seconds >= deadline_s:
             return False
         await asyncio.sleep(seconds)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -42,7 +42,6 @@ Bytes = npt.NDArray[np.uint8]
 class Header:
     """Decoded header of a value, not yet verified."""
 
-    version: int
     is_keyed: bool
     payload_offset: int
     payload_bytes: int
@@ -60,7 +59,7 @@ class Header:
         magic, version, flags, offset, key_bytes, payload_bytes, layout, digest, key_id = fields
         if magic != MAGIC or version != VERSION or key_bytes > _MAX_KEY_BYTES:
             return None
-        if offset != _payload_offset(key_bytes) or len(value) < offset:
+        if offset != payload_offset(key_bytes) or len(value) < offset:
             return None
         key_end = _FIXED.size + key_bytes
         key = OffloadKey(bytes(value[_FIXED.size : key_end]))
@@ -69,12 +68,12 @@ class Header:
             return None
         if not is_keyed and any(key_id):
             return None
-        return cls(version, is_keyed, offset, payload_bytes, layout.hex(), digest, key_id, key)
+        return cls(is_keyed, offset, payload_bytes, layout.hex(), digest, key_id, key)
 
     @property
     def namespace(self) -> str:
         """The only namespace in which a tier accepts the block."""
-        return namespace_name(self.layout, self.key_id.hex() if self.is_keyed else "")
+        return _namespace_of(self.layout, self.key_id.hex() if self.is_keyed else "")
 
 
 def is_newer(value: memoryview) -> bool:
@@ -85,24 +84,24 @@ def is_newer(value: memoryview) -> bool:
     return bool(magic == MAGIC and version > VERSION)
 
 
-def namespace_of(layout: str, integrity_key: IntegrityKey | None) -> str:
-    """Return the namespace for a layout and integrity key: 32 hexadecimal digits."""
-    return namespace_name(layout, integrity_key.id.hex() if integrity_key else "")
-
-
-def namespace_name(layout: str, key_id: str) -> str:
-    """Return the namespace for a layout and the id of an integrity key, or ""."""
+def _namespace_of(layout: str, key_id: str) -> str:
+    """Return the namespace of a layout and the id of an integrity key, or ""."""
     text = f"kvoffload remote {VERSION} {layout} {key_id}"
     return hashlib.sha256(text.encode()).hexdigest()[:NAMESPACE_DIGITS]
 
 
 class Envelopes:
-    """Encodes and decodes blocks of one layout. Thread: any."""
+    """Encodes and decodes blocks of one layout. Thread: any.
+
+    Attributes:
+        block_bytes: Bytes of every block.
+        namespace: Where their values are: 32 hexadecimal digits.
+    """
 
     def __init__(
         self, layout: str, block_bytes: int, integrity_key: IntegrityKey | None = None
     ) -> None:
-        """Define the layout.
+        """Define the layout of the blocks.
 
         Args:
             layout: 32 hexadecimal digits, the digest of a `KVIdentity`.
@@ -110,6 +109,7 @@ class Envelopes:
             integrity_key: Key for the checksums; None: checksums are not keyed.
         """
         self.block_bytes = block_bytes
+        self.namespace = _namespace_of(layout, integrity_key.id.hex() if integrity_key else "")
         self._layout = bytes.fromhex(layout)
         self._digester: BlockDigester = create_digester(layout, integrity_key)
         self._flags = _KEYED if integrity_key else 0
@@ -117,52 +117,35 @@ class Envelopes:
 
     def value_bytes(self, key: OffloadKey) -> int:
         """Return the length of a block's value."""
-        return _payload_offset(len(key)) + self.block_bytes
+        return payload_offset(len(key)) + self.block_bytes
 
-    def wrap(self, key: OffloadKey, row: Bytes) -> Bytes:
-        """Encode a block; copies its bytes once, with the GIL released."""
-        offset = _payload_offset(len(key))
-        value = np.empty(offset + self.block_bytes, dtype=np.uint8)
-        digest = self._digester.digest(key, row.data)
-        value[:offset] = np.frombuffer(self._header(key, digest), dtype=np.uint8)
+    def wrap(self, key: OffloadKey, row: Bytes, into: Bytes | None = None) -> Bytes:
+        """Encode a block, in new memory or `into`; copies it once, with the GIL released."""
+        offset = payload_offset(len(key))
+        value = np.empty(offset + self.block_bytes, dtype=np.uint8) if into is None else into
+        header = self._header(key, self._digester.digest(key, row.data))
+        value[:offset] = np.frombuffer(header, dtype=np.uint8)
         np.copyto(value[offset:], row)
         return value
 
     def unwrap(self, key: OffloadKey, value: memoryview, row: Bytes) -> CorruptBlockError | None:
-        """Verify a value and copy its block into a row; a corrupt block leaves the row unchanged.
+        """Copy a value's block into a row, and verify the copy: others may modify the value.
 
         Returns the error instead of raising it, because its traceback would keep the row alive.
         """
-        offset = _payload_offset(len(key))
+        offset = payload_offset(len(key))
         if len(value) != offset + self.block_bytes:
             return CorruptBlockError(
                 f"{block_text(key)}: {len(value)} bytes instead of {offset + self.block_bytes}"
             )
-        payload = value[offset:]
-        if value[:offset] != self._header(key, self._digester.digest(key, payload)):
+        header = bytes(value[:offset])
+        np.copyto(row, np.frombuffer(value[offset:], dtype=np.uint8))
+        if header != self._header(key, self._digester.digest(key, row.data)):
             return CorruptBlockError(f"{block_text(key)}: wrong header or checksum")
-        np.copyto(row, np.frombuffer(payload, dtype=np.uint8))
         return None
 
-    @staticmethod
-    def header_bytes(key: OffloadKey) -> int:
-        """Return the length of the header before a block's payload."""
-        return _payload_offset(len(key))
-
-    def header(self, key: OffloadKey, row: Bytes) -> Bytes:
-        """Encode only a block's header, for values that are assembled elsewhere."""
-        return np.frombuffer(
-            self._header(key, self._digester.digest(key, row.data)), dtype=np.uint8
-        )
-
-    def verify(self, key: OffloadKey, header: Bytes, row: Bytes) -> CorruptBlockError | None:
-        """Verify a block that is already in its row; returns the error, like `unwrap`."""
-        if np.array_equal(header, self.header(key, row)):
-            return None
-        return CorruptBlockError(f"{block_text(key)}: wrong header or checksum")
-
     def _header(self, key: OffloadKey, digest: bytes) -> bytes:
-        offset = _payload_offset(len(key))
+        offset = payload_offset(len(key))
         fixed = _FIXED.pack(
             MAGIC,
             VERSION,
@@ -177,7 +160,8 @@ class Envelopes:
         return (fixed + key).ljust(offset, b"\0")
 
 
-def _payload_offset(key_bytes: int) -> int:
+def payload_offset(key_bytes: int) -> int:
+    """Return the length of the header of a block whose key has `key_bytes` bytes."""
     return -(-(_FIXED.size + key_bytes) // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -195,12 +179,12 @@ def hearing(on_answer: Callable[[], object]) -> Iterator[None]:
 
 
 def heard() -> None:
-    """Report that the server of the present call has sent something: it does not hang."""
+    """Report that the present call's server has sent data, so it does not hang."""
     _on_answer.get()()
 
 
 Server = Hashable
-"""Identifies one of a store's servers; None: there is only one, or it is unknown."""
+"""Identifies one of a store's servers; None: the only server, or an unknown one."""
 
 
 class RefusedError(TierUnavailableError):
@@ -208,12 +192,12 @@ class RefusedError(TierUnavailableError):
 
 
 class ValueExistsError(TierError):
-    """Another host has stored the value first; this one may not have been sent."""
+    """Another host has stored the value first; this host's value may not have been sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """The value of a key.
+    """A value read from a store.
 
     Attributes:
         data: The bytes; empty if the value is too long to be a block, and was not read.
@@ -241,16 +225,14 @@ class RemoteClient(ABC):
     """Kind of store, for messages."""
     answers_many: ClassVar[bool]
     """Whether one call can look up many keys; otherwise each needs a request."""
-    renews_age: ClassVar[bool] = True
-    """Whether `renew` prevents values from expiring."""
 
     @abstractmethod
     async def connect(self) -> None:
         """Check that the store is usable, and read its state; may be repeated."""
 
     @abstractmethod
-    async def check(self) -> None:
-        """Check that the server responds, without accessing values."""
+    async def check(self, server: Server) -> None:
+        """Check that a server responds, without accessing values."""
 
     @abstractmethod
     async def exist(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
@@ -271,7 +253,7 @@ class RemoteClient(ABC):
     async def put(
         self, keys: Sequence[OffloadKey], values: Sequence[Bytes]
     ) -> Sequence[TierError | None]:
-        """Store values that do not exist yet; return for each the error or None.
+        """Store values that do not exist yet; return for each value its error or None.
 
         A value that exists is a `ValueExistsError` if the server may have refused it unread.
         """
@@ -293,21 +275,20 @@ class RemoteClient(ABC):
         """Close all connections; may be repeated."""
 
     def server_of(self, key: OffloadKey) -> Server:
-        """Return the server of a key; a failed server does not affect the keys of others."""
+        """Return the server of a key; a failed server does not affect keys on other servers."""
         del key
         return None
 
-    def by_server(self, keys: Iterable[OffloadKey]) -> dict[Server, list[int]]:
-        """Group the keys' indices by server; a call takes keys of one server."""
+    def portions(self, keys: Sequence[OffloadKey], most: int) -> list[list[int]]:
+        """Divide the keys' indices into portions of at most `most`, each of keys on one server."""
         servers: dict[Server, list[int]] = {}
         for i, key in enumerate(keys):
             servers.setdefault(self.server_of(key), []).append(i)
-        return servers
-
-    async def check_server(self, server: Server) -> None:
-        """Check that one of several servers responds."""
-        del server
-        await self.check()
+        return [
+            indices[first : first + most]
+            for indices in servers.values()
+            for first in range(0, len(indices), most)
+        ]
 
     def portion_blocks(self, value_bytes: int) -> int:
         """Return the maximum number of values of this length per call."""

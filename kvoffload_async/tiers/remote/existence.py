@@ -6,13 +6,12 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Final
 
 from kvoffload_async.errors import ShardUnavailableError, TierError
 from kvoffload_async.tiers.remote.calls import Calls, run_together
 from kvoffload_async.tiers.remote.client import RemoteClient, Server
-from kvoffload_async.tiers.remote.settings import RemoteCounters
 from kvoffload_async.types import OffloadKey
 
 MOST_KEYS: Final = 1 << 18
@@ -23,25 +22,21 @@ class ExpiringKeys:
     """Keys ordered by expiry, which is the order of insertion: all have the same lifetime."""
 
     def __init__(self, lifetime_s: float) -> None:
-        """Start empty; a lifetime of 0 keeps no key."""
+        """Create an empty set; with a lifetime of 0, keys are not kept."""
         self._lifetime_s = lifetime_s
         self._expiry: dict[OffloadKey, float] = {}
 
     def add(self, keys: Iterable[OffloadKey], now_s: float) -> None:
-        """Add keys, or restart their lifetime; drop expired keys, and the oldest surplus ones."""
+        """Add keys, or restart their lifetime; drop expired and surplus keys, the oldest first."""
         if not self._lifetime_s:
             return
         expiry_s = now_s + self._lifetime_s
         for key in keys:
             self._expiry.pop(key, None)
             self._expiry[key] = expiry_s
-        outdated = 0
-        for expired_s in self._expiry.values():
-            if expired_s > now_s:
-                break
-            outdated += 1
+        outdated = sum(1 for _ in takewhile(lambda s: s <= now_s, self._expiry.values()))
         surplus = max(outdated, len(self._expiry) - MOST_KEYS)
-        for key in list(islice(self._expiry, max(0, surplus))):
+        for key in list(islice(self._expiry, surplus)):
             del self._expiry[key]
 
     def discard(self, keys: Iterable[OffloadKey]) -> None:
@@ -57,12 +52,9 @@ class ExpiringKeys:
         """Return whether a key was added and has not expired."""
         return self._expiry.get(key, now_s) > now_s
 
-    def __len__(self) -> int:
-        return len(self._expiry)
-
 
 class ExistenceCache:
-    """Cached answers whether blocks exist, with a lifetime for each kind.
+    """Cache of the answers to existence probes; positive and negative ones expire separately.
 
     Blocks stored by other hosts are found once a negative answer has expired.
 
@@ -70,7 +62,7 @@ class ExistenceCache:
     """
 
     def __init__(self, present_s: float, absent_s: float, clock: Callable[[], float]) -> None:
-        """Start empty.
+        """Create an empty cache.
 
         Args:
             present_s: Lifetime of a positive answer in seconds; 0: not cached.
@@ -104,9 +96,6 @@ class ExistenceCache:
         """Forget all positive answers, because the store has lost its contents."""
         self._present.clear()
 
-    def __len__(self) -> int:
-        return len(self._present) + len(self._absent)
-
 
 _KEYS_A_CALL: Final = 1024
 _CALLS_AT_ONCE: Final = 16
@@ -115,12 +104,11 @@ _SHARE_OF_TIME: Final = 0.8
 
 @dataclass(frozen=True, slots=True)
 class ExistenceProber:
-    """Probes a client for keys, and caches the answers. Thread: loop."""
+    """Probes a store for the existence of keys, and caches the answers. Thread: loop."""
 
     _client: RemoteClient
     _calls: Calls
     _memory: ExistenceCache
-    _counters: RemoteCounters
 
     async def ask(self, keys: Sequence[OffloadKey], deadline_s: float) -> set[OffloadKey]:
         """Return the keys that exist, from the cache or the server.
@@ -128,25 +116,20 @@ class ExistenceProber:
         Raises:
             TierError: No server answered all of its requests.
         """
-        present: set[OffloadKey] = set()
-        unknown: list[OffloadKey] = []
-        for key in keys:
-            remembered = self._memory.get(key)
-            if remembered is None:
-                unknown.append(key)
-            elif remembered:
-                present.add(key)
+        remembered = {key: self._memory.get(key) for key in keys}
+        present = {key for key, exists in remembered.items() if exists}
+        unknown = [key for key, exists in remembered.items() if exists is None]
         if not unknown:
-            self._counters.remembered_keys += len(keys)
+            self._calls.counters.remembered_keys += len(keys)
             return present
-        emptied = self._counters.emptied
+        emptied = self._calls.counters.emptied
         try:
             found = await self.ask_anew(unknown, deadline_s)
         except ShardUnavailableError:  # a miss: the caller's next probe decides
             found = set()
-        if self._counters.emptied != emptied:  # cached answers are invalid
+        if self._calls.counters.emptied != emptied:  # cached answers are invalid
             return found | await self.ask_anew(list(present), deadline_s)
-        self._counters.remembered_keys += len(keys) - len(unknown)
+        self._calls.counters.remembered_keys += len(keys) - len(unknown)
         return found | present
 
     async def ask_anew(self, keys: Sequence[OffloadKey], deadline_s: float) -> set[OffloadKey]:
@@ -158,13 +141,15 @@ class ExistenceProber:
         Raises:
             TierError: No server answered all of its requests.
         """
-        self._counters.probed_keys += len(keys)
+        self._calls.counters.probed_keys += len(keys)
         step = _KEYS_A_CALL if self._client.answers_many else 1
         present: set[OffloadKey] = set()
         num_answered = 0
-        servers = self._client.by_server(keys)
+        portions = [[keys[i] for i in portion] for portion in self._client.portions(keys, step)]
+        servers = [self._client.server_of(portion[0]) for portion in portions]
+        num_servers = len(set(servers))
         errors: dict[Server, TierError] = {}
-        if len(servers) > 1:  # leaves time to use the answers of servers that respond
+        if num_servers > 1:  # leaves time to use the answers of servers that respond
             now_s = asyncio.get_running_loop().time()
             deadline_s = now_s + _SHARE_OF_TIME * (deadline_s - now_s)
         gate = asyncio.Semaphore(_CALLS_AT_ONCE)
@@ -187,18 +172,10 @@ class ExistenceProber:
             self._memory.appeared(found)
             self._memory.vanished(found.symmetric_difference(portion))
 
-        portions = [
-            (server, [keys[i] for i in indices[first : first + step]])
-            for server, indices in servers.items()
-            for first in range(0, len(indices), step)
-        ]
-        if len(portions) == 1:
-            await ask(*portions[0])
-        else:
-            await run_together((ask(*portion) for portion in portions), "remote:question")
-        self._counters.unanswered_keys += len(keys) - num_answered
+        await run_together(map(ask, servers, portions), "remote:question")
+        self._calls.counters.unanswered_keys += len(keys) - num_answered
         try:
-            if errors and len(errors) == len(servers):
+            if errors and len(errors) == num_servers:
                 raise next(iter(errors.values()))
         finally:
             errors.clear()  # avoid a reference cycle of exceptions and frame

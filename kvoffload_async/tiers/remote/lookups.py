@@ -10,7 +10,6 @@ import asyncio
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
@@ -22,29 +21,24 @@ class LookUpError(Exception):
     """A look-up failed, or has not ended in time."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Running:
-    outcome: asyncio.Future[Any]
-    began_s: float
-
-
 class Lookups:
-    """Blocking look-ups in daemon threads; callers with the same name share one.
+    """Blocking look-ups in daemon threads; concurrent callers with the same name share a look-up.
 
     Thread: loop.
     """
 
     def __init__(self, patience_s: float) -> None:
-        """Start without look-ups.
+        """Create the object; no look-up is running yet.
 
         Args:
             patience_s: Seconds after the start of a look-up until its callers give it up.
         """
         self._patience_s = patience_s
-        self._running: dict[str, _Running] = {}
+        self._running: dict[str, tuple[asyncio.Future[Any], float]] = {}
+        """Name -> future result of the look-up, and loop time at which its callers time out."""
 
     async def run(self, name: str, look_up: Callable[[], T]) -> T:
-        """Return what `look_up` returns; one that hangs keeps its thread, and later callers fail.
+        """Return the result of `look_up`; if it hangs, it keeps its thread and later callers fail.
 
         Args:
             name: What is looked up, for the error.
@@ -53,10 +47,10 @@ class Lookups:
         Raises:
             LookUpError: It failed, or has not ended in time, or too many have not ended.
         """
-        running = self._running.get(name) or self._start(name, look_up)
+        future, until_s = self._running.get(name) or self._start(name, look_up)
         try:
-            async with asyncio.timeout_at(running.began_s + self._patience_s):
-                outcome = await asyncio.shield(running.outcome)
+            async with asyncio.timeout_at(until_s):
+                outcome = await asyncio.shield(future)
         except TimeoutError:
             raise LookUpError(f"{name}: no answer within {self._patience_s:.3g} s") from None
         if isinstance(outcome, Exception):  # not raised: its callers would share one traceback
@@ -64,11 +58,11 @@ class Lookups:
         found: T = outcome
         return found
 
-    def _start(self, name: str, look_up: Callable[[], object]) -> _Running:
+    def _start(self, name: str, look_up: Callable[[], object]) -> tuple[asyncio.Future[Any], float]:
         if len(self._running) >= _MOST_RUNNING:
             raise LookUpError(f"{name}: {_MOST_RUNNING} other look-ups have not been answered")
         loop = asyncio.get_running_loop()
-        running = _Running(loop.create_future(), loop.time())
+        running = loop.create_future(), loop.time() + self._patience_s
 
         def run() -> None:
             outcome: object
@@ -84,4 +78,4 @@ class Lookups:
         return running
 
     def _ended(self, name: str, outcome: object) -> None:
-        self._running.pop(name).outcome.set_result(outcome)
+        self._running.pop(name)[0].set_result(outcome)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
 from urllib.parse import quote, quote_plus
@@ -38,7 +39,7 @@ _MAX_CACHED_S: Final = 3600.0
 class Redactor:
     """Hides known secrets in texts; its own `repr` contains none. Thread: any."""
 
-    __slots__ = ("_forms", "_later", "_secrets")
+    __slots__ = ("_later", "_secrets")
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
         """Hide these secrets, verbatim and URL-quoted.
@@ -47,72 +48,64 @@ class Redactor:
         """
         self._secrets = tuple(secrets)
         self._later: tuple[str, ...] = ()
-        self._forms = _forms_of(self._secrets)
 
     def __repr__(self) -> str:
-        return f"Redactor({len(self._forms)} secrets)"
+        return f"Redactor({len(self._secrets + self._later)} secrets)"
 
     def hide(self, secret: str) -> None:
-        """Hide another secret, and the latest of those hidden since the creation."""
+        """Hide another secret; of the secrets added after creation, only the latest stay hidden."""
         if secret not in self._later:
             self._later = (*self._later, secret)[-_MOST_LATER:]
-            self._forms = _forms_of(self._secrets + self._later)
 
     def __call__(self, text: object) -> str:
         """Return a text, or an error's text, without the secrets."""
         shown = without_user_info(str(text))
-        for form in self._forms:
-            shown = shown.replace(form, HIDDEN)
+        forms: set[str] = set()
+        for secret in self._secrets + self._later:
+            forms |= {secret, quote(secret, safe=""), quote_plus(secret), repr(secret)[1:-1]}
+        for form in sorted(forms, key=len, reverse=True):  # a short one may be part of a long one
+            if len(form) >= _LEAST_CHARS:
+                shown = shown.replace(form, HIDDEN)
         return shown
 
 
-def _forms_of(secrets: Iterable[str]) -> list[str]:
-    """Return how secrets may be written, the longest first."""
-    forms: set[str] = set()
-    for secret in secrets:
-        forms |= {secret, quote(secret, safe=""), quote_plus(secret), repr(secret)[1:-1]}
-    return sorted((form for form in forms if len(form) >= _LEAST_CHARS), key=len, reverse=True)
-
-
-def read_file(most_bytes: int) -> Callable[[object, str], bytes]:
-    """Return a parser for the absolute path of a file; it returns the file's content."""
-
-    def parse(value: object, key: str) -> bytes:
-        path = parse_file(value, key)
-        try:
-            content = read_given(path, most_bytes + 1)
-        except OSError as error:
-            raise ConfigError(f"{key}: {path!r} cannot be read ({error.strerror})") from error
-        if not content or len(content) > most_bytes:
-            raise ConfigError(
-                f"{key}: {path!r} is empty or has more than {most_bytes} bytes; give another file"
-            )
-        return content
-
-    return parse
+def read_file(path: str, key: str, most_bytes: int) -> bytes:
+    """Return the content of a file that an option names; raises ConfigError."""
+    try:
+        content = read_given(path, most_bytes + 1)
+    except OSError as error:
+        raise ConfigError(f"{key}: {path!r} cannot be read ({error.strerror})") from error
+    if not content or len(content) > most_bytes:
+        raise ConfigError(
+            f"{key}: {path!r} is empty or has more than {most_bytes} bytes; give another file"
+        )
+    return content
 
 
 @dataclass(frozen=True)
-class SecretFile:
-    """A file with a secret, which may be replaced while the engine runs."""
+class ReplaceableFile(ABC):
+    """A file with secrets, which may be replaced while the engine runs."""
 
     path: str
     key: str
 
     @classmethod
-    def parse(cls, value: object, key: str) -> SecretFile:
-        """Return the file at an absolute path; raises ConfigError if it has no secret now."""
+    def parse(cls, value: object, key: str) -> Self:
+        """Return the file at an absolute path; raises ConfigError if it cannot be used now."""
         file = cls(parse_file(value, key), key)
-        file.read()
+        file.read(Redactor())
         return file
 
-    def read(self, redact: Redactor | None = None) -> str:
-        """Return the secret, without line ends after it; raises ConfigError.
+    @abstractmethod
+    def read(self, redact: Redactor) -> object:
+        """Return the content, whose secrets `redact` hides from now on; raises ConfigError."""
 
-        Args:
-            redact: Hides it from now on.
-        """
-        content = read_file(_MAX_SECRET_BYTES)(self.path, self.key)
+
+class SecretFile(ReplaceableFile):
+    """A file with one secret, without the line ends after it."""
+
+    def read(self, redact: Redactor) -> str:
+        content = read_file(self.path, self.key, _MAX_SECRET_BYTES)
         try:
             secret = content.decode().rstrip("\r\n")
         except UnicodeDecodeError:
@@ -121,8 +114,7 @@ class SecretFile:
             ) from None
         if not secret:
             raise ConfigError(f"{self.key}: {self.path!r} is empty; give a file with a secret")
-        if redact is not None:
-            redact.hide(secret)
+        redact.hide(secret)
         return secret
 
 
@@ -186,12 +178,12 @@ REMEDIES: Final[Remedies] = {
     CallTimeoutError: _SLOW + "call_timeout_s",
     TierTimeoutError: _SLOW + "io_timeout_s",
 }
-"""Remedies of every tier with a server and these options."""
+"""Remedies common to all tiers that have a server and these options."""
 
 
 @dataclass(slots=True)
 class RemoteCounters:
-    """Counters of a remote tier; see also `CallCounters`.
+    """Counters of a remote tier.
 
     Attributes:
         probed_keys: Keys that the server was asked for.
@@ -203,6 +195,11 @@ class RemoteCounters:
         unremoved: Corrupt blocks whose removal failed.
         emptied: Number of times that the server had lost its contents.
         present_blocks: Blocks to be stored that existed already.
+        requests: Calls started, including retries.
+        retries: Calls that repeated a failed one.
+        failed: Failed calls.
+        timeouts: Failed calls that timed out.
+        health_checks: Calls that only checked a server.
     """
 
     probed_keys: int = 0
@@ -214,3 +211,8 @@ class RemoteCounters:
     unremoved: int = 0
     emptied: int = 0
     present_blocks: int = 0
+    requests: int = 0
+    retries: int = 0
+    failed: int = 0
+    timeouts: int = 0
+    health_checks: int = 0

@@ -1,4 +1,4 @@
-"""The common implementation of network tiers, given a client.
+"""The common implementation of the network tiers, on top of a `RemoteClient`.
 
 Blocks in use are renewed in batches, so that the most used blocks do not expire first.
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
@@ -34,7 +36,7 @@ from kvoffload_async.errors import (
     TierTimeoutError,
     drop_tracebacks,
 )
-from kvoffload_async.tiers.remote.calls import CallCounters, Calls, CongestionWindow, run_together
+from kvoffload_async.tiers.remote.calls import Calls, CongestionWindow, run_together
 from kvoffload_async.tiers.remote.client import (
     Bytes,
     Envelopes,
@@ -42,7 +44,6 @@ from kvoffload_async.tiers.remote.client import (
     RemoteClient,
     Value,
     ValueExistsError,
-    namespace_of,
 )
 from kvoffload_async.tiers.remote.existence import ExistenceCache, ExistenceProber, ExpiringKeys
 from kvoffload_async.tiers.remote.settings import RemoteCounters, RemoteSettings
@@ -51,13 +52,13 @@ from kvoffload_async.waiting import Limiter
 
 _BLOCKS_A_CALL: Final = 1024
 _CALLS_AT_ONCE: Final = 8
-"""Concurrent renewal calls if each is for one block."""
+"""Concurrent renewal calls if each call renews one block."""
 _MOST_WAITING: Final = 1 << 16
 _LONGEST_PAUSE_S: Final = 10.0
 
 
 class Renewal:
-    """Collects uses, and renews each used block once per quarter of its lifetime.
+    """Records uses of blocks, and renews each used block once per quarter of its lifetime.
 
     Thread: loop.
 
@@ -74,7 +75,7 @@ class Renewal:
         *,
         renews_many: bool,
     ) -> None:
-        """Start without uses.
+        """Create the object without recorded uses.
 
         Args:
             ttl_s: Lifetime of a block without renewal, in seconds.
@@ -88,7 +89,6 @@ class Renewal:
         self._pause_s = min(ttl_s / 16, _LONGEST_PAUSE_S)
         self._fresh = ExpiringKeys(ttl_s / 4)
         self._waiting: dict[OffloadKey, None] = {}
-        self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
         self._closed = False
         self.renewed = self.dropped = 0
@@ -98,7 +98,7 @@ class Renewal:
         self._fresh.add(keys, asyncio.get_running_loop().time())
 
     def used(self, keys: Iterable[OffloadKey]) -> None:
-        """Record uses of blocks; those due for renewal are renewed soon."""
+        """Record uses of blocks; blocks that are due for renewal are renewed soon."""
         if self._closed:
             return
         loop = asyncio.get_running_loop()
@@ -110,28 +110,25 @@ class Renewal:
                 self.dropped += 1
             else:
                 self._waiting[key] = None
-        if self._waiting and self._timer is None and self._task is None:
-            self._timer = loop.call_later(self._pause_s, self._start)
+        if self._waiting and self._task is None:
+            self._task = loop.create_task(self._run(), name="remote:renewal")
 
     async def close(self) -> None:
-        """Stop; pending renewals are dropped."""
+        """Stop renewing blocks; pending renewals are dropped."""
         self._closed = True
-        if self._timer is not None:
-            self._timer.cancel()
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
         self.dropped += len(self._waiting)
         self._waiting.clear()
 
-    def _start(self) -> None:
-        self._timer = None
-        self._task = asyncio.get_running_loop().create_task(self._run(), name="remote:renewal")
-        self._task.add_done_callback(self._ended)
-
     async def _run(self) -> None:
         self._failed_in_a_row = 0
-        await run_together((self._work() for _ in range(self._calls_at_once)), "remote:renewal")
+        try:
+            await asyncio.sleep(self._pause_s)
+            await run_together((self._work() for _ in range(self._calls_at_once)), "remote:renewal")
+        finally:
+            self._task = None
 
     async def _work(self) -> None:
         """Renew pending blocks in successive calls; stop after too many consecutive failures."""
@@ -150,28 +147,19 @@ class Renewal:
                 self.dropped += len(self._waiting)
                 self._waiting.clear()
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._task = None
-        if not task.cancelled():
-            task.result()  # re-raise, for the loop to report
-
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_VERIFIED: Final = Value(memoryview(b""))
-"""Replaces a value whose block is already in its row."""
-
-
 _STARTING_PART: Final = 0.9
-"""Part of a job's time after which no further call with payload begins: what began before ends in
-time, so that these blocks have results of their own."""
+"""Part of a job's time after which no further call with payload begins: calls that began before end
+in time, so that their blocks have results of their own."""
 
 Portion = Sequence[int]
 """Indices of blocks of a job, all on one server."""
 
-MovePortion = Callable[[RemoteClient, JobMetadata, Portion, float], Awaitable[dict[int, TierError]]]
+MovePortion = Callable[[JobMetadata, Portion, float], Awaitable[dict[int, TierError]]]
 """Copies some blocks of a job until a deadline (loop time); returns the failed ones."""
 
 
@@ -182,39 +170,23 @@ class RemoteTier(AsyncTier):
     block has its own result.
     """
 
-    def __init__(
-        self,
-        settings: RemoteSettings,
-        create_client: Callable[[str, int, Callable[[], None]], RemoteClient],
-        location: str,
-        *,
-        probes_prefixes: bool,
-    ) -> None:
+    capabilities = TierCapabilities(exclusive=False, persistent=True, locality=Locality.REMOTE)
+    bounds = TierBounds(concurrent_blocks=64)
+
+    def __init__(self, settings: RemoteSettings, location: str) -> None:
         """Configure the tier; nothing is connected before `open`.
 
         Args:
             settings: See `RemoteSettings`.
-            create_client: Creates the client, given the namespace, the bytes of a block, and a
-                callback for when the server has lost its contents.
             location: Location of the store for messages, without secrets.
-            probes_prefixes: Whether each lookup needs a request, so that few should be made.
         """
-        self.capabilities = TierCapabilities(
-            exclusive=False,
-            persistent=True,
-            locality=Locality.REMOTE,
-            probes_prefixes=probes_prefixes,
-        )
-        self.bounds = TierBounds(concurrent_blocks=64)
         self._settings = settings
-        self._create_client = create_client
         self._location = location
         self._counters = RemoteCounters()
         self._env: TierEnvironment | None = None
-        self._client: RemoteClient | None = None
-        self._rows: Bytes | None = None
+        self._on_close = AsyncExitStack()
+        self._client: RemoteClient
         self._calls: Calls
-        self._call_counters: CallCounters | None = None
         self._memory: ExistenceCache
         self._questions: ExistenceProber
         self._renewal: Renewal | None = None
@@ -226,7 +198,7 @@ class RemoteTier(AsyncTier):
         self._unremoved, self._unrenewed = LogRate(), LogRate()
 
     async def open(self, env: TierEnvironment) -> None:
-        """Connect.
+        """Connect to the store.
 
         Raises:
             ConfigError: The server rejects the credentials, or the store does not exist.
@@ -234,23 +206,16 @@ class RemoteTier(AsyncTier):
         """
         settings = self._settings
         row_bytes = env.kv_view.nbytes // len(env.kv_view)
-        layout = env.identity.digest
-        namespace = namespace_of(layout, settings.integrity_key)
-        self._envelopes = Envelopes(layout, row_bytes, settings.integrity_key)
-        self._client = self._create_client(namespace, row_bytes, self._emptied)
-        self._calls = Calls(
-            self._client,
-            settings.redact,
-            call_timeout_s=settings.call_timeout_s,
-            response_timeout_s=settings.probe_timeout_s,
-            max_retries=settings.max_retries,
-        )
-        self._call_counters = self._calls.counters
+        self._envelopes = Envelopes(env.identity.digest, row_bytes, settings.integrity_key)
+        self._client = self._create_client(self._envelopes.namespace)
+        self._on_close.push_async_callback(self._client.close)
+        self._calls = Calls(self._client, settings, self._counters)
+        self._on_close.push_async_callback(self._calls.close)
         loop = asyncio.get_running_loop()
         self._memory = ExistenceCache(
             settings.positive_cache_ttl_s, settings.negative_cache_ttl_s, loop.time
         )
-        self._questions = ExistenceProber(self._client, self._calls, self._memory, self._counters)
+        self._questions = ExistenceProber(self._client, self._calls, self._memory)
         try:
             deadline_s = self._deadline(settings.job_timeout_s)
             await self._calls.run(self._client.connect, deadline_s, may_hang=False)
@@ -258,14 +223,16 @@ class RemoteTier(AsyncTier):
             raise ConfigError(
                 f"url: {self._location}: {error}; correct url or credentials"
             ) from None
-        if settings.ttl_s is not None and self._client.renews_age:
+        if settings.ttl_s is not None:
             self._renewal = Renewal(
-                settings.ttl_s,
-                partial(self._renew, self._client),
-                renews_many=self._client.answers_many,
+                settings.ttl_s, self._renew, renews_many=self._client.answers_many
             )
+            self._on_close.push_async_callback(self._renewal.close)
         self._env = env
-        self._rows = np.asarray(env.kv_view)
+
+    @abstractmethod
+    def _create_client(self, namespace: str) -> RemoteClient:
+        """Create the client of a namespace without connecting."""
 
     async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
         """Return the keys that have a value; recent answers come from the cache."""
@@ -300,16 +267,8 @@ class RemoteTier(AsyncTier):
 
     async def close(self) -> None:
         """Close all connections; idempotent."""
-        self._env = self._rows = None
-        renewal, self._renewal = self._renewal, None
-        client, self._client = self._client, None
-        try:
-            if renewal is not None:
-                await renewal.close()
-        finally:
-            if client is not None:
-                await self._calls.close()
-                await client.close()
+        self._env = None
+        await self._on_close.aclose()
 
     def describe(self) -> str:
         """Return the store's location, without secrets."""
@@ -318,24 +277,18 @@ class RemoteTier(AsyncTier):
     def gauges(self) -> Mapping[str, float]:
         """Return counters of calls, probes and renewals, and the bytes in flight."""
         figures = asdict(self._counters)
-        if self._call_counters is not None:
-            figures |= asdict(self._call_counters)
         if (renewal := self._renewal) is not None:
             figures |= {"renewed": renewal.renewed, "dropped_renewals": renewal.dropped}
-        return figures | {
-            "bytes_in_flight": sum(
-                window.limiter.bytes_in_flight for window in (self._loads, self._stores)
-            )
-        }
+        in_flight = sum(w.limiter.bytes_in_flight for w in (self._loads, self._stores))
+        return figures | {"bytes_in_flight": in_flight}
 
     # -- jobs -----------------------------------------------------------------------------------
 
     async def _run_job(
         self, job: JobMetadata, window: CongestionWindow, run_portion: MovePortion
     ) -> BlockFailures:
+        self._opened()
         client = self._client
-        if client is None:
-            raise TierClosedError(f"{self._location} is not open")
         began_s = asyncio.get_running_loop().time()
         deadline_s = began_s + self._settings.job_timeout_s
         start_by_s = began_s + _STARTING_PART * self._settings.job_timeout_s
@@ -354,7 +307,7 @@ class RemoteTier(AsyncTier):
                     with await window.limiter.acquire(num_bytes):
                         timer.reschedule(deadline_s)
                         self._calls.require(server, began_s)
-                        failures.update(await run_portion(client, job, portion, deadline_s))
+                        failures.update(await run_portion(job, portion, deadline_s))
             except TimeoutError:
                 error: TierError = TierTimeoutError(f"{client.location}: the job's deadline passed")
                 if timer.when() == start_by_s and window.moved_s >= began_s:
@@ -370,15 +323,14 @@ class RemoteTier(AsyncTier):
                 window.timed_out()
             failures.update(dict.fromkeys(portion, self._calls.fault_of(server, error)))
 
-        portions = list(self._portions(client, job))
-        if len(portions) == 1:
-            await run(portions[0])
-            return failures
-        await run_together(map(run, portions), f"remote:{job.job_id}")
+        block_bytes = self._envelopes.block_bytes
+        most_blocks = max(1, self._settings.bytes_in_flight // block_bytes)
+        step = min(most_blocks, client.portion_blocks(block_bytes))
+        await run_together(map(run, client.portions(job.keys, step)), f"remote:{job.job_id}")
         return failures
 
     async def _store_portion(
-        self, client: RemoteClient, job: JobMetadata, portion: Portion, deadline_s: float
+        self, job: JobMetadata, portion: Portion, deadline_s: float
     ) -> dict[int, TierError]:
         keys, slots = job.keys, job.block_ids
         unconfirmed = [keys[i] for i in portion if self._memory.get(keys[i]) is not False]
@@ -389,24 +341,22 @@ class RemoteTier(AsyncTier):
             return {}
 
         def wrap() -> list[Bytes]:
-            _, rows = self._opened()
+            rows = np.asarray(self._opened().kv_view)
             return [self._envelopes.wrap(keys[i], rows[slots[i]]) for i in indices]
 
         values = await self._in_thread(Direction.STORE, wrap)
         missing = [keys[i] for i in indices]
-        put, departure = partial(client.put, missing, values), self._stores.began()
-        outcomes = await self._calls.run(put, deadline_s, server=client.server_of(missing[0]))
-        sent = [
-            value.nbytes
-            for value, error in zip(values, outcomes, strict=True)
-            if not isinstance(error, ValueExistsError)
-        ]
+        put, departure = partial(self._client.put, missing, values), self._stores.began()
+        server = self._client.server_of(missing[0])
+        outcomes = await self._calls.run(put, deadline_s, server=server)
+        exist = [isinstance(error, ValueExistsError) for error in outcomes]
+        self._counters.present_blocks += sum(exist)
+        sent = (value.nbytes for value, exists in zip(values, exist, strict=True) if not exists)
         self._stores.ended(departure, sum(sent))
-        self._counters.present_blocks += len(indices) - len(sent)
         failures = {
-            i: self._redacted(client, keys[i], error)
-            for i, error in zip(indices, outcomes, strict=True)
-            if error is not None and not isinstance(error, ValueExistsError)
+            i: self._redacted(keys[i], error)
+            for i, error, exists in zip(indices, outcomes, exist, strict=True)
+            if error is not None and not exists
         }
         stored = [keys[i] for i in indices if i not in failures]
         self._memory.appeared(stored)
@@ -415,100 +365,79 @@ class RemoteTier(AsyncTier):
         return failures
 
     async def _load_portion(
-        self, client: RemoteClient, job: JobMetadata, portion: Portion, deadline_s: float
+        self, job: JobMetadata, portion: Portion, deadline_s: float
     ) -> dict[int, TierError]:
-        keys, slots = job.keys, job.block_ids
-        most_bytes = max(self._envelopes.value_bytes(keys[i]) for i in portion)
-
-        async def read(indices: Sequence[int]) -> dict[int, CorruptBlockError]:
-            """Read blocks into their slots; return those that fail verification."""
-            wanted = [keys[i] for i in indices]
-            get, departure = partial(client.get, wanted, most_bytes), self._loads.began()
-            found = await self._calls.run(get, deadline_s, server=client.server_of(wanted[0]))
-            self._loads.ended(
-                departure, sum(len(value.data) for value in found if isinstance(value, Value))
-            )
-            values.update(zip(indices, found, strict=True))
-            del found
-
-            def unwrap() -> dict[int, CorruptBlockError]:
-                _, rows = self._opened()
-                bad: dict[int, CorruptBlockError] = {}
-                for i in indices:
-                    if isinstance(value := values[i], Value):
-                        error = self._envelopes.unwrap(keys[i], value.data, rows[slots[i]])
-                        if error is None:
-                            # Free the value now: the longer it lives, the more fresh pages later
-                            # values need.
-                            values[i] = value = _VERIFIED
-                        else:
-                            bad[i] = error
-                return bad
-
-            return await self._in_thread(Direction.LOAD, unwrap)
-
-        values: dict[int, Value | TierError | None] = {}
-        corrupt = await read(portion)
+        keys = job.keys
+        failures, corrupt = await self._read(job, portion, deadline_s)
         if corrupt:  # perhaps damaged in transit: remove only what fails twice
             self._counters.read_again += len(corrupt)
-            corrupt = await read(list(corrupt))
-        return await self._failures_of(client, job, values, corrupt, deadline_s)
-
-    async def _failures_of(
-        self,
-        client: RemoteClient,
-        job: JobMetadata,
-        values: Mapping[int, Value | TierError | None],
-        corrupt: Mapping[int, CorruptBlockError],
-        deadline_s: float,
-    ) -> dict[int, TierError]:
-        """Return the failed blocks, and remove the corrupt ones."""
-        keys = job.keys
-        failures: dict[int, TierError] = {}
-        for i, value in values.items():
-            if value is None:
-                failures[i] = BlockMissingError(f"{block_text(keys[i])} is not stored")
-            elif isinstance(value, TierError):
-                failures[i] = self._redacted(client, keys[i], value)
-            elif i in corrupt:
-                failures[i] = corrupt[i]
-                self._counters.corrupt += 1
-                sha1 = await self._in_thread(Direction.METADATA, value.sha1)
-                await self._remove(client, keys[i], value, sha1, deadline_s)
+            for i in corrupt:
+                del failures[i]
+            failures_again, corrupt = await self._read(job, list(corrupt), deadline_s)
+            failures |= failures_again
+        for i, value in corrupt.items():
+            self._counters.corrupt += 1
+            await self._remove(keys[i], value, deadline_s)
         self._memory.vanished(
             keys[i]
             for i, error in failures.items()
             if isinstance(error, BlockMissingError | CorruptBlockError)
         )
-        self._memory.appeared(keys[i] for i in values if i not in failures)
+        self._memory.appeared(keys[i] for i in portion if i not in failures)
         return failures
 
-    async def _remove(
-        self, client: RemoteClient, key: OffloadKey, value: Value, sha1: str, deadline_s: float
-    ) -> None:
+    async def _read(
+        self, job: JobMetadata, indices: Portion, deadline_s: float
+    ) -> tuple[dict[int, TierError], dict[int, Value]]:
+        """Read blocks into their slots; return all failures, and the values of corrupt blocks."""
+        keys, slots = job.keys, job.block_ids
+        wanted = [keys[i] for i in indices]
+        most_bytes = max(map(self._envelopes.value_bytes, wanted))
+        get, departure = partial(self._client.get, wanted, most_bytes), self._loads.began()
+        server = self._client.server_of(wanted[0])
+        found = await self._calls.run(get, deadline_s, server=server)
+        failures: dict[int, TierError] = {}
+        values: dict[int, Value] = {}
+        for i, value in zip(indices, found, strict=True):
+            if isinstance(value, Value):
+                values[i] = value
+            elif value is None:
+                failures[i] = BlockMissingError(f"{block_text(keys[i])} is not stored")
+            else:
+                failures[i] = self._redacted(keys[i], value)
+        del found, value
+        self._loads.ended(departure, sum(len(value.data) for value in values.values()))
+
+        def unwrap() -> None:
+            rows = np.asarray(self._opened().kv_view)
+            for i in tuple(values):
+                error = self._envelopes.unwrap(keys[i], values[i].data, rows[slots[i]])
+                if error is None:
+                    del values[i]  # now: the longer it lives, the more fresh pages others need
+                else:
+                    failures[i] = error
+
+        await self._in_thread(Direction.LOAD, unwrap)
+        return failures, values
+
+    async def _remove(self, key: OffloadKey, value: Value, deadline_s: float) -> None:
         """Remove a corrupt block if unchanged; a present block would never be overwritten."""
+        sha1 = await self._in_thread(Direction.METADATA, value.sha1)
         try:
-            call, server = partial(client.remove_if, key, value, sha1), client.server_of(key)
+            call = partial(self._client.remove_if, key, value, sha1)
+            server = self._client.server_of(key)
             was_there = await self._calls.run(call, deadline_s, server=server)
             self._counters.removed += was_there  # read the counter only after the await
         except TierError as error:
             self._counters.unremoved += 1
             self._warn(self._unremoved, f"corrupt {block_text(key)} was not removed: {error}")
 
-    def _portions(self, client: RemoteClient, job: JobMetadata) -> Iterator[Portion]:
-        block_bytes = self._envelopes.block_bytes
-        most_blocks = max(1, self._settings.bytes_in_flight // block_bytes)
-        step = min(most_blocks, client.portion_blocks(block_bytes))
-        for indices in client.by_server(job.keys).values():
-            for first in range(0, len(indices), step):
-                yield indices[first : first + step]
-
     # -- helpers ----------------------------------------------------------------------------------
 
-    async def _renew(self, client: RemoteClient, keys: Sequence[OffloadKey]) -> bool:
+    async def _renew(self, keys: Sequence[OffloadKey]) -> bool:
         deadline_s = self._deadline(self._settings.job_timeout_s)
         try:
-            await self._calls.run(partial(client.renew, keys), deadline_s)
+            await self._calls.run(partial(self._client.renew, keys), deadline_s)
         except TierError as error:
             self._warn(self._unrenewed, f"{len(keys)} blocks were not renewed: {error}")
             return False
@@ -526,24 +455,23 @@ class RemoteTier(AsyncTier):
         self._memory.emptied()
         logger.warning("%s: the server has lost its contents", self._location)
 
-    def _redacted(self, client: RemoteClient, key: OffloadKey, error: TierError) -> TierError:
-        """Return the error of one block, as a fault of its server only if others work."""
-        shown = type(error)(f"{client.location}: {self._settings.redact(error)}")
-        return self._calls.fault_of(client.server_of(key), shown)
+    def _redacted(self, key: OffloadKey, error: TierError) -> TierError:
+        """Redact the error of a block; blame its server alone if other servers work."""
+        shown = type(error)(f"{self._client.location}: {self._settings.redact(error)}")
+        return self._calls.fault_of(self._client.server_of(key), shown)
 
     def _deadline(self, seconds: float) -> float:
         return asyncio.get_running_loop().time() + seconds
 
     async def _in_thread(self, direction: Direction, call: Callable[[], T]) -> T:
-        env, _ = self._opened()
-        return await env.io.run(direction, call)
+        return await self._opened().io.run(direction, call)
 
-    def _opened(self) -> tuple[TierEnvironment, Bytes]:
-        """Return the environment and rows of the open tier.
+    def _opened(self) -> TierEnvironment:
+        """Return the environment of the open tier.
 
-        Do not keep them across awaits of the library: its errors may hold the callers' frames,
-        which must not refer to the primary.
+        Keep neither it nor its rows across awaits of the library: its errors may hold the callers'
+        frames, which must not refer to the primary.
         """
-        if self._env is None or self._rows is None:
+        if self._env is None:
             raise TierClosedError(f"{self._location} is not open")
-        return self._env, self._rows
+        return self._env

@@ -42,7 +42,7 @@ def slot_of(address: SlotAddressOrArray) -> SlotAddressOrArray:
 
 
 def swapped(address: int) -> int:
-    """Move an address's segment to the lower bits, or back."""
+    """Swap the bits of segment and slot in an address, or swap them back."""
     return (address & _SLOT_MASK) << _SLOT_BITS | address >> _SLOT_BITS
 
 
@@ -63,7 +63,7 @@ class SlotNumbers:
     def of(
         self, addresses: npt.NDArray[np.int64]
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-        """Return each address's number, and whether it exists; if not, the number is void."""
+        """Return each address's number, valid only if the address exists, and whether it exists."""
         if not len(self._segments):
             return np.zeros(len(addresses), dtype=np.int64), np.zeros(
                 len(addresses), dtype=np.bool_
@@ -74,7 +74,7 @@ class SlotNumbers:
         return self._starts[which] + slots, exists
 
     def ranges(self) -> Iterator[tuple[int, int, int]]:
-        """Yield each segment, ascending, with its first number and the one behind its last."""
+        """Yield each segment, ascending, with its first slot number and the end of its numbers."""
         stops = self._starts + self._sizes
         yield from zip(self._segments.tolist(), self._starts.tolist(), stops.tolist(), strict=True)
 
@@ -94,7 +94,7 @@ class Run(NamedTuple):
 
 
 def joined(addresses: Sequence[SlotAddress], start: int, stop: int) -> Sequence[Run]:
-    """Return the maximal runs of consecutive ones in `addresses[start:stop]`, which must ascend."""
+    """Return the maximal runs of adjacent addresses in `addresses[start:stop]`, which ascend."""
     if start < stop and addresses[stop - 1] - addresses[start] == stop - 1 - start:
         return [
             Run(addresses[start], start, stop - start)

@@ -9,7 +9,7 @@ on the loop.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -24,16 +24,15 @@ from kvoffload_async.tiers.slab.addresses import (
     SlotNumbers,
     address_of,
     joined,
-    segment_of,
     swapped,
 )
 from kvoffload_async.types import OffloadKey
 
 _EXACT: Final = 64
-"""Runs up to this length have a class per length; longer ones a class per power of two."""
+"""Free runs up to this length have a class per length; longer runs, a class per power of two."""
 
 _MUCH_LONGER: Final = 4
-"""From a run at least this many times longer than wanted, any part is taken."""
+"""An allocation is not aligned in a free run at least this many times longer."""
 
 
 class FreeRuns:
@@ -49,7 +48,7 @@ class FreeRuns:
     """
 
     def __init__(self, extent: int) -> None:
-        """Start without addresses.
+        """Start without free addresses.
 
         Args:
             extent: Length of the adjacent extents into which larger allocations are split.
@@ -58,7 +57,7 @@ class FreeRuns:
         self._length_at: dict[SlotAddress, int] = {}
         """First address of a run -> its length."""
         self._first_before: dict[SlotAddress, SlotAddress] = {}
-        """Address behind a run -> its first address."""
+        """Address behind a run -> the run's first address."""
         self._classes: dict[int, _Class] = {}
         self.num_free = 0
         """Number of free addresses. Read-only."""
@@ -82,7 +81,7 @@ class FreeRuns:
         self._add(first, behind - first)
 
     def has_run(self, count: int) -> bool:
-        """Return whether there certainly is a run of `count` addresses, or of an extent if less."""
+        """Return whether there certainly is a free run of `count` addresses (at most an extent)."""
         return max(self._classes, default=0) >= _least_class(min(count, self._extent))
 
     def take(self, count: int) -> list[SlotAddress]:
@@ -119,16 +118,6 @@ class FreeRuns:
         for begin in range(0, len(taken), self._extent):
             taken[begin : begin + self._extent] = sorted(taken[begin : begin + self._extent])
         return taken
-
-    def drop_segment(self, segment: int) -> int:
-        """Forget the free addresses of a segment; return their number."""
-        gone = [first for first in self._length_at if segment_of(first) == segment]
-        count = 0
-        for first in gone:
-            count += self._length_at[first]
-            self._remove(first)
-        self.num_free -= count
-        return count
 
     def _best_for(self, count: int) -> SlotAddress:
         """Return the start of the lowest run that is certainly long enough, or of a longest one.
@@ -170,17 +159,17 @@ class _Class:
     def __init__(self) -> None:
         self.firsts: set[int] = set()
         self._heap: list[int] = []
-        """A heap of these; may contain removed ones."""
+        """A heap of the first addresses; may contain those of removed runs."""
 
     def add(self, first: int) -> None:
-        """Add a run."""
+        """Add a run, given by its swapped first address."""
         self.firsts.add(first)
         heapq.heappush(self._heap, first)
         if len(self._heap) > 2 * len(self.firsts) + _EXACT:
             self._heap = sorted(self.firsts)
 
     def lowest(self) -> int:
-        """Return the lowest; there must be one."""
+        """Return the swapped first address of the lowest run; there must be a run."""
         while self._heap[0] not in self.firsts:
             heapq.heappop(self._heap)
         return self._heap[0]
@@ -196,13 +185,13 @@ def _least_class(count: int) -> int:
 
 
 class Catalog:
-    """Index of one store. Thread: loop."""
+    """Index of the blocks of one store. Thread: loop."""
 
     def __init__(self, policy: CachePolicy, piece: int) -> None:
-        """Start empty and take ownership of the policy; `piece` is the extent of `FreeRuns`."""
+        """Start without blocks, and own the policy; `piece` is the extent of `FreeRuns`."""
         self._ranking = KeyRanking(policy)
         self._address_of = long_integers(policy.capacity_blocks)
-        """Slot of the ranking -> address of the block."""
+        """Slot in the ranking -> address of its block."""
         self._free = FreeRuns(piece)
         self._slots: dict[int, int] = {}
         self._pins: set[SlotAddress] = set()
@@ -245,6 +234,11 @@ class Catalog:
         address_of = self._address_of
         return [None if slot is None else address_of[slot] for slot in self._ranking.find(keys)]
 
+    def present(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, SlotAddress]:
+        """Return the keys that are present, with their addresses."""
+        found = zip(keys, self.find(keys), strict=True)
+        return {key: address for key, address in found if address is not None}
+
     # -- segments -------------------------------------------------------------------------------
 
     def add_segment(self, segment: int, slots: int) -> None:
@@ -254,43 +248,30 @@ class Catalog:
 
     def fill(
         self,
+        segments: Mapping[int, int],
         addresses: npt.NDArray[np.int64],
         portions: Iterable[tuple[npt.NDArray[np.int64], Sequence[OffloadKey]]],
     ) -> bool:
-        """Index the blocks found at opening.
+        """Add the segments and index the blocks found at opening; the catalog must be unused.
 
         Args:
-            addresses: Their addresses, least recent first.
+            segments: Segment -> number of slots.
+            addresses: Addresses of the blocks, least recent first.
             portions: Batches of indices and keys; see `KeyRanking.fill`.
 
         Returns:
             Whether the keys were distinct; otherwise the catalog is unusable.
         """
-        slots = SlotNumbers(self._slots)
+        self._slots.update(segments)
+        slots = SlotNumbers(segments)
         is_free = np.ones(slots.total, dtype=np.bool_)
         is_free[slots.of(addresses)[0]] = False
         for segment, first, behind in slots.ranges():
-            self._free.drop_segment(segment)
             for start, stop in _runs(is_free[first:behind]):
                 self._free.free(address_of(segment, start), stop - start)
         np.asarray(self._address_of)[: len(addresses)] = addresses
         self._ranking.fill(len(addresses), portions)
         return len(self._ranking.map) == len(addresses)
-
-    def idle_segments(self) -> list[int]:
-        """Return the segments without pinned or claimed addresses, fewest blocks first."""
-        busy = set(map(segment_of, self._pins | self._claimed))
-        free = dict.fromkeys(self._slots, 0)
-        for first, count in self._free.runs():
-            free[segment_of(first)] += count
-        used = {n: self._slots[n] - free[n] for n in self._slots if n not in busy}
-        return sorted(used, key=lambda number: (used[number], number))
-
-    def drop_segment(self, segment: int, keys: Sequence[OffloadKey]) -> None:
-        """Remove an idle segment and its blocks, given by key."""
-        self._ranking.discard(keys)
-        self._free.drop_segment(segment)
-        del self._slots[segment]
 
     # -- blocks ---------------------------------------------------------------------------------
 
@@ -315,7 +296,7 @@ class Catalog:
             self._give_back(freed)
 
     def _is_pinned_still(self, address: SlotAddress) -> bool:
-        """Remove one of several pins; False if there was only one."""
+        """Remove one of an address's several pins; return False if it has only one."""
         more = self._more_pins.pop(address, 0)
         if more > 1:
             self._more_pins[address] = more - 1
@@ -376,28 +357,20 @@ class Catalog:
     def admit(self, keys: Sequence[OffloadKey], addresses: Sequence[SlotAddress]) -> None:
         """Index blocks written to claimed addresses, ordered head to tail."""
         self._claimed.difference_update(addresses)
-        self._enter(keys[::-1], addresses[::-1])
-
-    def _enter(self, keys: Sequence[OffloadKey], addresses: Sequence[SlotAddress]) -> None:
         address_of = self._address_of
-        for slot, address in zip(self._ranking.admit(keys), addresses, strict=True):
+        for slot, address in zip(self._ranking.admit(keys[::-1]), addresses[::-1], strict=True):
             address_of[slot] = address
 
-    def remove_unpinned(
-        self, keys: Sequence[OffloadKey]
-    ) -> tuple[list[OffloadKey], list[SlotAddress]]:
-        """Forget blocks without pins, given by distinct keys; return those keys and addresses."""
-        gone = {
-            key: address
-            for key, address in zip(keys, self.find(keys), strict=True)
-            if address is not None and address not in self._pins
-        }
+    def remove_unpinned(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, SlotAddress]:
+        """Remove blocks that are not pinned from the index; return their keys and addresses."""
+        found = self.present(keys)
+        gone = {key: address for key, address in found.items() if address not in self._pins}
         self._ranking.discard(list(gone))
         self._give_back(gone.values())
-        return list(gone), list(gone.values())
+        return gone
 
     def drop(self, key: OffloadKey, address: SlotAddress) -> None:
-        """Forget a pinned block, if it still is at this address."""
+        """Remove a pinned block from the index, if the block is still at this address."""
         if self.find([key]) == [address]:
             self._ranking.discard([key])
             self._passed.pop(address, None)

@@ -17,7 +17,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import numpy as np
@@ -44,6 +44,7 @@ from kvoffload_async.tiers.slab.records import (
     PackedRun,
     RecordRows,
     Records,
+    Uses,
     addresses_of,
     checkpoint,
     checkpoint_units,
@@ -58,9 +59,6 @@ _HEAD_BYTES: Final = 4
 _REPLAY_SLOTS: Final = 1 << 14
 """Slots loaded per step; bounds how long a step holds the GIL."""
 
-Uses = npt.NDArray[np.uint32]
-"""The tick of each slot's last use, shape `[slots]`."""
-
 
 class _Part:
     """The records of one segment, in columns.
@@ -72,29 +70,22 @@ class _Part:
         uses: Tick of each block's last use.
     """
 
-    __slots__ = ("_digest_bytes", "digests", "heads", "keys", "uses")
+    __slots__ = ("digests", "heads", "keys", "uses")
 
     def __init__(self, slots: int) -> None:
         self.heads: npt.NDArray[np.uint32] = np.zeros(slots, dtype=np.uint32)
         self.digests = np.zeros((slots, DIGEST_BYTES), dtype=np.uint8)
         self.keys = np.zeros((slots, 0), dtype=np.uint8)
         self.uses: Uses = np.zeros(slots, dtype=np.uint32)
-        self._digest_bytes = self.digests.reshape(-1).data
 
-    def put(self, slot: int, packed: bytes) -> None:
-        columns = np.frombuffer(packed, dtype=np.uint8).reshape(-1, RECORD_BYTES)
-        self._widen(max(packed[1::RECORD_BYTES]))
-        self._take(slice(slot, slot + len(columns)), columns)
-
-    def fill(self, slots: npt.NDArray[np.int64], records: Records) -> None:
+    def put(self, slots: slice | npt.NDArray[np.int64], records: Records) -> None:
+        """Set the records of some slots."""
         self._widen(int(records["key_bytes"].max()))
-        self._take(slots, records.view(np.uint8).reshape(-1, RECORD_BYTES))
-        self.uses[slots] = records["use"]
-
-    def _take(self, slots: slice | npt.NDArray[np.int64], columns: npt.NDArray[np.uint8]) -> None:
+        columns = records.view(np.uint8).reshape(-1, RECORD_BYTES)
         self.keys[slots] = columns[:, KEY_AT : KEY_AT + self.keys.shape[1]]
         self.digests[slots] = columns[:, DIGEST_AT : DIGEST_AT + DIGEST_BYTES]
         self.heads[slots] = columns[:, :_HEAD_BYTES].copy().view(np.uint32)[:, 0]
+        self.uses[slots] = records["use"]
 
     def _widen(self, key_bytes: int) -> None:
         slots, width = self.keys.shape
@@ -102,9 +93,6 @@ class _Part:
             wider = np.zeros((slots, key_bytes), dtype=np.uint8)
             wider[:, :width] = self.keys
             self.keys = wider
-
-    def stored_digests(self, slot: int, count: int) -> bytes:
-        return bytes(self._digest_bytes[slot * DIGEST_BYTES : (slot + count) * DIGEST_BYTES])
 
     def records(self, segment: int, start: int, stop: int | None) -> Records:
         """Return the records of the blocks in a range of slots."""
@@ -135,10 +123,6 @@ class RecordTable:
         """Add a segment without blocks."""
         self._parts[segment] = _Part(slots)
 
-    def drop_segment(self, segment: int) -> None:
-        """Forget a segment and its blocks."""
-        del self._parts[segment]
-
     def slots(self) -> dict[int, int]:
         """Return the number of slots of each segment."""
         return {segment: len(part.heads) for segment, part in list(self._parts.items())}
@@ -149,10 +133,10 @@ class RecordTable:
         for start in range(0, len(rows), _REPLAY_SLOTS):
             records = picked(units, rows[start : start + _REPLAY_SLOTS])
             segments = segment_of(records["address"])
-            for segment in _distinct(segments):
+            for segment in set(segments.tolist()):
                 is_mine = segments == segment
                 mine = records if is_mine.all() else picked(records, np.flatnonzero(is_mine))
-                self._parts[segment].fill(slot_of(mine["address"]), mine)
+                self._parts[segment].put(slot_of(mine["address"]), mine)
             self.has_unverified = self.has_unverified or bool(
                 (records["flags"] & NEEDS_VERIFY).any()
             )
@@ -161,8 +145,9 @@ class RecordTable:
 
     def put(self, address: SlotAddress, packed: bytes) -> None:
         """Set the packed records of consecutive slots, the first at `address`."""
-        self._parts[segment_of(address)].put(slot_of(address), packed)
-        self.use(address, len(packed) // RECORD_BYTES)
+        slot, records = slot_of(address), np.frombuffer(packed, dtype=RECORD)
+        self._parts[segment_of(address)].put(slice(slot, slot + len(records)), records)
+        self.use(address, len(records))
 
     def remove(self, addresses: Sequence[SlotAddress]) -> bytes:
         """Remove the blocks at these addresses; return their packed removal records."""
@@ -173,7 +158,7 @@ class RecordTable:
         return removal_records(ascending)
 
     def use(self, address: SlotAddress, count: int = 1) -> None:
-        """Record a use of a run at the current tick."""
+        """Record a use of a run of blocks at the current tick."""
         slot = slot_of(address)
         self._parts[segment_of(address)].uses[slot : slot + count] = self.tick
         self.tick = min(self.tick + 1, MAX_USE)
@@ -193,8 +178,9 @@ class RecordTable:
         return {segment: part.uses for segment, part in list(self._parts.items())}
 
     def digests(self, address: SlotAddress, count: int) -> bytes:
-        """Return the concatenated checksums of a run."""
-        return self._parts[segment_of(address)].stored_digests(slot_of(address), count)
+        """Return the concatenated checksums of a run of blocks."""
+        slot = slot_of(address)
+        return self._parts[segment_of(address)].digests[slot : slot + count].tobytes()
 
     def needs_verify(self, address: SlotAddress, count: int) -> bool:
         """Return whether any block of a run needs verification."""
@@ -203,40 +189,24 @@ class RecordTable:
         return bool((heads >> np.uint32(16) & np.uint32(NEEDS_VERIFY)).any())
 
     def records_in(self, segment: int, start: int = 0, stop: int | None = None) -> Records:
-        """Return the records of the blocks in a range of slots; empty if the segment is gone."""
-        part = self._parts.get(segment)
-        return np.zeros(0, dtype=RECORD) if part is None else part.records(segment, start, stop)
+        """Return the records of the blocks in a range of slots."""
+        return self._parts[segment].records(segment, start, stop)
 
     def num_live(self) -> int:
         """Return the number of blocks."""
         return sum(int(np.count_nonzero(part.heads)) for part in list(self._parts.values()))
 
-    def live(self) -> Records:
-        """Return all records, least recently used first. For inspection."""
-        found = [np.zeros(0, dtype=RECORD), *(self.records_in(segment) for segment in self._parts)]
-        records: Records = np.concatenate(found)
-        return records[np.argsort(records["use"], kind="stable")]
-
 
 def split_digests(digests: bytes) -> list[bytes]:
     """Split concatenated checksums."""
-    starts: Iterable[int] = range(0, len(digests), DIGEST_BYTES)
-    return [digests[start : start + DIGEST_BYTES] for start in starts]
-
-
-def _distinct(numbers: npt.NDArray[np.integer]) -> list[int]:
-    """Return the distinct numbers, ascending; `np.unique` would import a module."""
-    ascending = np.sort(numbers)
-    is_first = np.concatenate([ascending[:1] == ascending[:1], ascending[1:] != ascending[:-1]])
-    distinct: list[int] = ascending[is_first].tolist()
-    return distinct
+    return [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]
 
 
 _COMPACTION_SLOTS: Final = 1 << 13
 """Slots scanned and written per step of a compaction."""
 
 _SYNC_BYTES: Final = 8 << 20
-"""Unsynced bytes at which a sync becomes due."""
+"""Unsynced bytes of the next journal at which its sync becomes due."""
 
 
 class Compaction:
@@ -254,7 +224,7 @@ class Compaction:
     def __init__(
         self, ops: FileOps, path: str, table: RecordTable, seed: int, max_units: int
     ) -> None:
-        """Create the file and preallocate its space.
+        """Create the journal's file and preallocate its space.
 
         Args:
             ops: System calls.
@@ -288,7 +258,7 @@ class Compaction:
             raise
 
     def grow(self, max_units: int) -> None:
-        """Allocate more units.
+        """Allocate more space, for `max_units` units in total.
 
         Raises:
             OSError: They cannot be allocated.
@@ -297,7 +267,7 @@ class Compaction:
         self._max_units = max_units
 
     def begin(self, sequence: int) -> None:
-        """Start with the current blocks, and sequence numbers above `sequence`."""
+        """Start copying the current records, in frames with sequence numbers above `sequence`."""
         self.sequence = sequence
         self.has_begun = True
         self._table.halve_uses()
@@ -308,7 +278,7 @@ class Compaction:
 
     @property
     def is_complete(self) -> bool:
-        """Whether it contains everything that the current journal does."""
+        """Whether the next journal contains all records of the current journal."""
         return not self._todo
 
     @property
@@ -318,7 +288,7 @@ class Compaction:
 
     @property
     def is_due(self) -> bool:
-        """Whether it should be synced or put into use."""
+        """Whether the next journal should be synced or put into use."""
         if self.is_syncing or not self.has_begun:
             return False
         return self.is_complete or self.unsynced_bytes >= _SYNC_BYTES
@@ -345,17 +315,15 @@ class Compaction:
             if middle < stop:
                 self._todo.appendleft((segment, middle, stop))
             self.num_seen += middle - start
-            frames += self._framed(self._table.records_in(segment, start, middle))
+            records = self._table.records_in(segment, start, middle)
+            for framed in checkpoint(self.sequence + 1, records, self._seed):
+                frames += framed
+                self.sequence += 1
             if len(frames) >= _COMPACTION_SLOTS * RECORD_BYTES:
                 self._write(frames)
                 frames = bytearray()
         if frames:
             self._write(frames)
-
-    def _framed(self, records: Records) -> bytes:
-        frames = list(checkpoint(self.sequence + 1, records, self._seed))
-        self.sequence += len(frames)
-        return b"".join(frames)
 
     def _write(self, frames: bytearray) -> None:
         self.size_bytes += write_all(self._ops, self.fd, frames, self.size_bytes)
@@ -420,8 +388,6 @@ class Journal:
         """Number of units at which compaction begins."""
         self._next: Compaction | None = None
         self._next_from_units = 0  # size in units when the compaction began
-        self._replaced: list[int] = []
-        """Descriptors of replaced journals; closing them frees their space, which is slow."""
         self._is_folder_synced = False
         self._skipped = 0  # failed appends since the last successful one
         self.sequence = 0
@@ -481,7 +447,7 @@ class Journal:
         self._is_folder_synced = False
 
     def note_removed(self, addresses: Sequence[SlotAddress]) -> None:
-        """Remove blocks; the removals are on disk after the next `commit` or `flush`."""
+        """Remove blocks from the table; the next `commit` or `flush` writes their removals."""
         # Update the table first: a concurrent compaction must not write these blocks.
         if addresses:
             self._removed.append(self._table.remove(addresses))
@@ -550,6 +516,7 @@ class Journal:
                 return
             following.is_syncing = True
         failure: OSError | None = None
+        replaced: int | None = None
         try:
             following.sync()
         except OSError as error:
@@ -562,10 +529,14 @@ class Journal:
             elif failure is not None:
                 self._abandon(failure)
             elif following.is_complete:
-                self._try_to_switch()
-            replaced, self._replaced = self._replaced, []
-        for fd in replaced:
-            self._close_unused(fd)
+                replaced = self._try_to_switch(following)
+        if replaced is not None:
+            self._close_unused(replaced)  # outside the lock, because it is slow
+            with self._mutex:
+                try:
+                    self._prepare()  # only now: the capacity has room for two journals
+                except OSError as error:
+                    self._abandon(error)
 
     def sync(self) -> None:
         """Sync all appends to the device.
@@ -582,7 +553,6 @@ class Journal:
         fd, self._fd = self._fd, None
         following = self._next
         self._drop_next()
-        self._close_replaced()
         self._ops.close(fd)
         if following is not None:
             with contextlib.suppress(OSError):
@@ -596,7 +566,7 @@ class Journal:
             self._table.put(address, packed)
 
     def _orphan(self, puts: Sequence[PackedRun]) -> None:
-        """Remove puts that may or may not be on disk; writes their removals later."""
+        """Remove the blocks of a failed append from the table; write their removals later."""
         for first, packed in puts:
             count = len(packed) // RECORD_BYTES
             self._removed.append(self._table.remove(range(first, first + count)))
@@ -651,14 +621,14 @@ class Journal:
             try:
                 following.advance(body, following.num_slots)
                 following.sync()
-                self._switch(following)
+                replaced = self._switch(following)
             except OSError as error:
                 self._abandon(error)  # the sync may fail for earlier writes: retry
                 if is_new:
                     raise
             else:
                 break
-        self._close_replaced()
+        self._close_unused(replaced)
         self._sync_names()
         with contextlib.suppress(OSError):  # retried when needed
             self._prepare()
@@ -673,30 +643,32 @@ class Journal:
             sync_folder(self._ops, self._path.rpartition("/")[0])
             self._is_folder_synced = True
 
-    def _try_to_switch(self) -> None:
-        """Put the synced next journal into use; on failure, abandon it."""
-        following = self._next
-        if following is None:
-            return
+    def _try_to_switch(self, following: Compaction) -> int | None:
+        """Put the synced next journal into use; on failure, abandon it.
+
+        Returns:
+            The descriptor of the replaced journal, to be closed.
+        """
         try:
             self._check()
             if self._fdatasync and following.unsynced_bytes:
                 following.sync()  # appends since then were reported as stored
-            self._switch(following)
-            self._prepare()
+            return self._switch(following)
         except OSError as error:
             self._abandon(error)
+            return None
 
-    def _switch(self, following: Compaction) -> None:
+    def _switch(self, following: Compaction) -> int:
+        """Put the next journal into use; return the descriptor of the replaced one."""
         self._ops.rename(self._next_path, self._path)
         self._next = None
-        self._replaced.append(self._opened())
-        self._fd = following.fd
+        replaced, self._fd = self._opened(), following.fd
         self.sequence = following.sequence
         self._skipped = 0
         self._end_units = following.size_bytes // RECORD_BYTES
         self._begin_units = self._max_units - self._window_units
         self._is_folder_synced = False
+        return replaced
 
     def _limit(self, slots: int) -> None:
         self._max_units, self._window_units = journal_units(slots), log_units(slots) // 2
@@ -729,12 +701,8 @@ class Journal:
         elif following is not None:
             self._close_unused(following.fd)
 
-    def _close_replaced(self) -> None:
-        while self._replaced:
-            self._close_unused(self._replaced.pop())
-
     def _close_unused(self, fd: int) -> None:
-        """Close a journal file that is not in use; log failures."""
+        """Close a journal file that is not in use, which frees its space; log failures."""
         try:
             self._ops.close(fd)
         except OSError as error:

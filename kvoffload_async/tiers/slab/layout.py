@@ -20,25 +20,24 @@ from kvoffload_async.tiers.slab.manifest import (
     BASE_FEATURES,
     HEADER_BYTES,
     KEYED_FEATURES,
+    PAGE_BYTES,
     Manifest,
+    slot_bytes_of,
 )
 from kvoffload_async.tiers.slab.records import RECORD_BYTES, checkpoint_units
 
-PAGE_BYTES = 4096
-"""Alignment of slots and of O_DIRECT."""
-
 _FIXED_BYTES = 16 * PAGE_BYTES
-"""Two folders, the lock, the session, the manifest and its temporary file, rounding and extents of
-the journals."""
+"""Space for two folders, the lock, the session, the manifest and its temporary file, and for
+rounding and extents of the journals."""
 
 _SEGMENT_BYTES = PAGE_BYTES + 64
-"""A segment's first extent block, and its directory entry."""
+"""Metadata of a segment: its first extent block and its directory entry."""
 
 _USE_BYTES = 4
 """Bytes per slot in the session file."""
 
 _EXTENT_BYTES = 60
-"""Two extents of 12 bytes per slot, in half-full leaves, rounded up."""
+"""Metadata of a slot: two extents of 12 bytes, in half-full leaves, rounded up."""
 
 _MIN_LOG_UNITS = 32
 """Minimum log size, so that short journals are not compacted all the time."""
@@ -88,11 +87,12 @@ class Budget:
         plain = cls(capacity_bytes, slot_bytes, segment_slots, 0).filled()
         if stripes == 1 or plain.most_slots < stripes * _LEAST_STRIPE:
             return plain
-        segment_slots = min(segment_slots, -(-plain.most_slots // stripes))
+        most = plain.largest(plain.most_slots, lambda slots: plain.cost_of(slots, stripes))
+        segment_slots = min(segment_slots, -(-most // stripes))
         return cls(capacity_bytes, slot_bytes, segment_slots, 0, stripes).filled()
 
     def cost(self, segments: Collection[int]) -> int:
-        """Return the maximum disk space of a store with these segments' numbers of slots."""
+        """Return the maximum disk space of a store, given the number of slots of each segment."""
         return self.cost_of(sum(segments), len(segments))
 
     def cost_of(self, slots: int, num_segments: int) -> int:
@@ -112,18 +112,18 @@ class Budget:
     def fitting(self, segments: Collection[int], most: int) -> int:
         """Return how many slots, at most `most`, fit into another segment."""
         present, num_segments = sum(segments), len(segments) + 1
-        return self._most(most, lambda slots: self.cost_of(present + slots, num_segments))
+        return self.largest(most, lambda slots: self.cost_of(present + slots, num_segments))
 
     def filled(self) -> Budget:
         """Return the budget with the largest `most_slots` that fits."""
-        most = self._most(
+        most = self.largest(
             self.capacity_bytes // self.slot_bytes,
             lambda slots: self.cost_of(slots, -(-slots // self.segment_slots)),
         )
         return replace(self, most_slots=most)
 
-    def _most(self, most: int, cost: Callable[[int], int]) -> int:
-        """Return the largest number of slots, at most `most`, that costs no more than allowed."""
+    def largest(self, most: int, cost: Callable[[int], int]) -> int:
+        """Return the largest number of slots, at most `most`, whose cost is within the capacity."""
         return bisect_right(range(1, most + 1), self.capacity_bytes, key=cost)
 
     @property
@@ -150,11 +150,6 @@ def journal_units(slots: int) -> int:
 def log_units(slots: int) -> int:
     """Return how many of a journal's units are for the log, behind the checkpoint."""
     return max(_MIN_LOG_UNITS, slots // 2)
-
-
-def slot_bytes_of(block_bytes: int) -> int:
-    """Return the bytes of a slot: a block's, rounded up to whole pages."""
-    return -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 MANIFEST = "manifest.json"
@@ -197,7 +192,7 @@ class StoreLayout:
         block_bytes: int,
         key_id: str | None = None,
     ) -> None:
-        """Compute the paths; `key_id` is the id of the integrity key, if any."""
+        """Compute the paths and the manifest; `key_id` is the id of the integrity key, if any."""
         canonical = json.dumps(dict(fields), sort_keys=True, separators=(",", ":"))
         digest = hashlib.sha256(canonical.encode()).hexdigest()[:_DIGEST_DIGITS]
         name = safe_name(str(fields["model_name"]))

@@ -24,8 +24,10 @@ from kvoffload_async.tiers.files.features import (
     check_format,
 )
 
+PAGE_BYTES: Final = 4096
+"""Alignment of slots and of O_DIRECT."""
 HEADER_BYTES: Final = 4096
-"""One page, so that slots stay page-aligned."""
+"""Size of a segment's header: one page, so that slots are page-aligned."""
 
 _MAGIC: Final = b"KVSLABS1"
 _HEADER = struct.Struct("<8s16sqQ")
@@ -68,7 +70,7 @@ class SegmentHeader:
 
 FORMAT = "kvoffload-slab"
 VERSION = 2
-"""The version of the format."""
+"""The version of the store's format."""
 
 INTEGRITY_KEY: Final = "integrity-key"
 """Feature: block checksums are keyed; the manifest has the key's id."""
@@ -136,11 +138,11 @@ class Manifest:
         return HEADER_BYTES + slot * self.slot_bytes
 
     def of_new_store(self) -> Self:
-        """Return the manifest for a new store: with a new UUID."""
+        """Return this manifest with a new UUID, for a new store."""
         return replace(self, store_uuid=str(uuid.uuid4()))
 
     def encode(self) -> bytes:
-        """Return the file's content."""
+        """Encode the manifest as the content of its file."""
         body = {
             "format": FORMAT,
             VERSION_FIELD: VERSION,
@@ -195,6 +197,11 @@ class Manifest:
         )
 
 
+def slot_bytes_of(block_bytes: int) -> int:
+    """Return the size of a slot: the bytes of a block, rounded up to whole pages."""
+    return -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
 def _is_sound(body: Mapping[str, Any], checksum: object) -> bool:
     try:
         return checksum == _check(body)
@@ -207,7 +214,8 @@ def _is_possible(body: Mapping[str, Any], features: Features) -> bool:
     layout = body.get("layout")
     return (
         all(type(number) is int and number <= _MAX_NUMBER for number in numbers)
-        and 0 < numbers[0] <= numbers[1]
+        and numbers[0] > 0
+        and numbers[1] == slot_bytes_of(numbers[0])
         and numbers[2] >= 0
         and body[VERSION_FIELD] == VERSION
         and SEGMENT_HEADERS in features.incompatible

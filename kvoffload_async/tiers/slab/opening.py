@@ -45,12 +45,14 @@ from kvoffload_async.tiers.slab.layout import (
     Budget,
     StoreLayout,
     segment_name,
+)
+from kvoffload_async.tiers.slab.manifest import (
+    Manifest,
+    UnreadableManifestError,
     slot_bytes_of,
 )
-from kvoffload_async.tiers.slab.manifest import Manifest, UnreadableManifestError
 from kvoffload_async.tiers.slab.recovery import (
     Folder,
-    Recovered,
     Recovery,
     Session,
     list_folder,
@@ -58,17 +60,15 @@ from kvoffload_async.tiers.slab.recovery import (
     read_journal,
     read_manifest,
     replace_file,
-    write_header,
     write_session,
 )
 from kvoffload_async.tiers.slab.segments import Segments
-from kvoffload_async.tiers.slab.transfers import DataPath
 
 logger = logging.getLogger(__name__)
 
 
 _LEAST_SEGMENTS: Final = 16
-"""Minimum number of segments of a full store, unless small or given `segment_bytes`."""
+"""Minimum number of segments of a full store, unless it is small or `segment_bytes` is given."""
 
 _LEAST_SEGMENT_BYTES: Final = 4 << 20
 """Smallest segment by default: the bytes of one system call."""
@@ -183,8 +183,11 @@ class OpenStore:
 
     Attributes:
         folder: Path of the store.
-        data_path: Shared by the transfers of its blocks.
+        settings: Options of the tier.
         manifest: Parameters of the store.
+        directory_identity: Identity of the folder.
+        digester: Computes checksums.
+        table: Records of its blocks.
         catalog: Index of its blocks; used only by the loop after construction.
         found_keys: Keys found at opening; the caller takes ownership of the map.
         budget: Limits on its size.
@@ -206,55 +209,50 @@ class OpenStore:
             OSError: The folder cannot be used.
         """
         self._ops = ops
-        self._settings = settings
+        self.settings = settings
         self._lock_fd: int | None = None
         self._session_fd: int | None = None
         self.folder = _choose_folder(ops, layout, settings.on_mismatch)
         ops.make_folders(self.folder)
-        directory_identity = DirectoryIdentity(ops, self.folder)
+        self.directory_identity = DirectoryIdentity(ops, self.folder)
         try:
             _readable_manifest(ops, self.folder)  # a newer release's store must not be written to
             self._lock_fd = _take_lock(ops, self.folder)
-            directory_identity.watch(self._lock_fd, LOCK)
+            self.directory_identity.watch(self._lock_fd, LOCK)
             found = list_folder(ops, self.folder)
             self.manifest = self._check_manifest(found, layout)
         except BaseException:
             self._unlock()
             raise
-        table = RecordTable()
+        self.digester = create_digester(self.manifest.layout, settings.integrity_key)
+        self.table = RecordTable()
         direct = DirectIo(wanted=settings.direct_io, where=self.folder)
-        self.data_path = DataPath(
-            directory_identity=directory_identity,
-            segments=Segments(ops, self.folder, directory_identity, direct, manifest=self.manifest),
-            table=table,
-            journal=Journal(
-                ops,
-                self.folder,
-                directory_identity,
-                table,
-                self.manifest.journal_seed,
-                fdatasync=settings.fsync,
-            ),
-            digester=create_digester(self.manifest.layout, settings.integrity_key),
-            slot_bytes=budget.slot_bytes,
-            verify=settings.verifies,
+        self.segments = Segments(
+            ops, self.folder, self.directory_identity, direct, manifest=self.manifest
+        )
+        self.journal = Journal(
+            ops,
+            self.folder,
+            self.directory_identity,
+            self.table,
+            self.manifest.journal_seed,
             fdatasync=settings.fsync,
-            piece_bytes=settings.piece_bytes,
         )
         try:
-            recovery = Recovery(ops, self.folder, found, self.manifest)
-            recovered = recovery.run(
-                budget,
+            recovery = Recovery(
+                *(ops, self.folder, found, self.manifest, budget),
                 verify=settings.verifies,
-                is_keyed=self.data_path.digester.is_keyed,
+                is_keyed=self.digester.is_keyed,
             )
-            self.budget = recovered.budget
+            self.budget = recovery.budget
             warn_of_capacity(ops, settings.root_dir, settings.capacity_bytes, found.allocated_bytes)
-            self._remove_temps(found)
-            self._attach(found, recovered)
-            self.catalog = self._take_in(recovered, create_policy)
+            for name in found.temps:
+                with contextlib.suppress(FileNotFoundError):
+                    ops.unlink(f"{self.folder}/{name}")
+            self._attach(found, recovery)
+            self.catalog = self._take_in(recovery, create_policy)
             self.found_keys = self.catalog.keys()
-            self._begin_session(recovered.session)
+            self._begin_session(recovery.session)
             if settings.fsync:
                 sync_folder(ops, self.folder.rpartition("/")[0])  # the store's folder may be new
         except BaseException:
@@ -266,28 +264,23 @@ class OpenStore:
         session_fd, self._session_fd = self._session_fd, None
         with contextlib.ExitStack() as closing:
             closing.callback(self._unlock)
-            closing.callback(self.data_path.segments.close)
-            closing.callback(self.data_path.journal.close)
+            closing.callback(self.segments.close)
+            closing.callback(self.journal.close)
             if session_fd is None:
                 return
             closing.callback(self._ops.close, session_fd)
             try:
-                self.data_path.journal.flush(is_awaited=lambda: False)
+                self.journal.flush(is_awaited=lambda: False)
                 self._end_session(session_fd)
             except OSError as error:
                 logger.warning(
                     "%s: the journal could not be written at close: %s", self.folder, str(error)
                 )
 
-    def gauges(self) -> dict[str, float]:
-        """Return the store's fill level. Thread: any."""
-        num_blocks = len(self.catalog)
-        return {
-            "blocks": num_blocks,
-            "free_slots": self.catalog.num_free,
-            "used_bytes": num_blocks * self.manifest.slot_bytes,
-            "capacity_bytes": self.budget.capacity_bytes,
-        }
+    @property
+    def extent_slots(self) -> int:
+        """Number of slots of an extent, the unit of adjacent allocation."""
+        return max(1, self.settings.piece_bytes // self.budget.slot_bytes)
 
     # -- internal -------------------------------------------------------------------------------
 
@@ -301,7 +294,7 @@ class OpenStore:
                     "remove that folder, or give another directory"
                 )
         elif difference := layout.difference(manifest):
-            replaces = self._settings.on_mismatch is OnMismatch.REPLACE
+            replaces = self.settings.on_mismatch is OnMismatch.REPLACE
             if not replaces or not layout.may_replace(manifest):
                 raise ConfigError(
                     f"root_dir: {self.folder!r} contains incompatible blocks ({difference}); give "
@@ -331,61 +324,47 @@ class OpenStore:
             num_blocks,
             num_blocks * manifest.block_bytes,
         )
-        if found.has_journal:
+        if JOURNAL in found.own_files:
             self._ops.unlink(f"{self.folder}/{JOURNAL}")
-            found.has_journal = False
         with contextlib.suppress(FileNotFoundError):
             self._ops.unlink(f"{self.folder}/{SESSION}")
         while found.segments:
             number, _ = found.segments.popitem()
             self._ops.unlink(f"{self.folder}/{segment_name(number)}")
 
-    def _remove_temps(self, found: Folder) -> None:
-        for name in found.temps:
-            with contextlib.suppress(FileNotFoundError):
-                self._ops.unlink(f"{self.folder}/{name}")
-
-    def _attach(self, found: Folder, recovered: Recovered) -> None:
-        """Open the segments; do not reuse numbers that the journal or a refused file has."""
-        data_path = self.data_path
+    def _attach(self, found: Folder, recovery: Recovery) -> None:
+        """Open the segments; reserve the numbers that the journal or a rejected file uses."""
         for number in sorted(found.segments):
-            segment = data_path.segments.attach(number)
-            if segment is not None:
-                data_path.table.add_segment(number, segment.slots)
-        units, rows = recovered.scanned.units, recovered.scanned.rows
+            if slots := self.segments.attach(number):
+                self.table.add_segment(number, slots)
+        units, rows = recovery.scanned.units, recovery.scanned.rows
         if len(rows):
-            data_path.segments.skip_to(segment_of(int(units["address"][rows].max())))
+            self.segments.skip_to(segment_of(int(units["address"][rows].max())))
         if found.refused:
-            data_path.segments.skip_to(max(found.refused))
+            self.segments.skip_to(max(found.refused))
 
-    def _take_in(
-        self, recovered: Recovered, create_policy: Callable[[int], CachePolicy]
-    ) -> Catalog:
+    def _take_in(self, recovery: Recovery, create_policy: Callable[[int], CachePolicy]) -> Catalog:
         """Index the blocks that may be served, and open the journal for appending."""
-        catalog = self._filled(recovered, create_policy)
-        if catalog is None:
-            recovered.drop_doubles()
-            catalog = self._filled(recovered, create_policy)
-        if catalog is None:
-            raise ValueError("two records of a key are left")
-        scanned, data_path = recovered.scanned, self.data_path
-        data_path.table.fill(scanned.units, recovered.in_order())
-        self._vouches = data_path.journal.open(
-            scanned.end_bytes, scanned.sequence, compact_now=recovered.needs_verify
+        catalog, is_distinct = self._filled(recovery, create_policy)
+        if not is_distinct:
+            recovery.drop_doubles()
+            catalog, _ = self._filled(recovery, create_policy)
+        scanned = recovery.scanned
+        self.table.fill(scanned.units, recovery.in_order())
+        self._vouches = self.journal.open(
+            scanned.end_bytes, scanned.sequence, compact_now=recovery.needs_verify
         )
-        data_path.journal.note_gone(recovered.records(recovered.gone))
+        self.journal.note_gone(recovery.records(recovery.gone))
         return catalog
 
     def _filled(
-        self, recovered: Recovered, create_policy: Callable[[int], CachePolicy]
-    ) -> Catalog | None:
-        """Return the catalog of the blocks that may be served; None if a key comes twice."""
-        policy = create_policy(self._settings.capacity_bytes // self.manifest.slot_bytes)
-        catalog = Catalog(policy, self.data_path.extent_slots)
-        for number, slots in self.data_path.table.slots().items():
-            catalog.add_segment(number, slots)
-        addresses = recovered.scanned.units["address"][recovered.rows]
-        return catalog if catalog.fill(addresses, recovered.keys()) else None
+        self, recovery: Recovery, create_policy: Callable[[int], CachePolicy]
+    ) -> tuple[Catalog, bool]:
+        """Return the catalog of the servable blocks, and whether their keys are distinct."""
+        policy = create_policy(self.settings.capacity_bytes // self.manifest.slot_bytes)
+        catalog = Catalog(policy, self.extent_slots)
+        addresses = recovery.scanned.units["address"][recovery.rows]
+        return catalog, catalog.fill(self.table.slots(), addresses, recovery.keys())
 
     # -- the session ----------------------------------------------------------------------------
 
@@ -396,8 +375,9 @@ class OpenStore:
         """
         self._session_fd = self._ops.open_own(f"{self.folder}/{SESSION}", os.O_RDWR)
         if self._vouches:
-            session = Session(boot_id(), self.data_path.journal.sequence, uses=last.uses)
-            write_header(self._ops, self._session_fd, session, self.manifest.journal_seed)
+            session = Session(boot_id(), self.journal.sequence, uses=last.uses)
+            seed = self.manifest.journal_seed
+            write_session(self._ops, self._session_fd, session, seed, sync=True)
             if not last.boot_id:  # the file may be new
                 sync_folder(self._ops, self.folder)
 
@@ -407,22 +387,21 @@ class OpenStore:
         Raises:
             OSError: The session cannot be written.
         """
-        data_path = self.data_path
         if not self._vouches:
             return
-        data_path.directory_identity.check()
-        is_synced = data_path.fdatasync
-        if not (is_synced or data_path.verify):
+        self.directory_identity.check()
+        is_synced = self.settings.fsync
+        if not (is_synced or self.settings.verifies):
             # Blocks without checksums cannot be verified after a power failure, so sync now.
-            data_path.segments.sync(data_path.segments.numbers)
-            data_path.journal.sync()
+            self.segments.sync(self.table.slots())
+            self.journal.sync()
             is_synced = True
         session = Session(
             boot_id(),
-            data_path.journal.sequence,
+            self.journal.sequence,
             is_closed=True,
             is_synced=is_synced,
-            uses=data_path.table.uses(),
+            uses=self.table.uses(),
         )
         write_session(self._ops, fd, session, self.manifest.journal_seed, sync=is_synced)
 
@@ -433,7 +412,7 @@ class OpenStore:
 
 
 def _choose_folder(ops: FileOps, layout: StoreLayout, on_mismatch: OnMismatch) -> str:
-    """Return the folder to open: the layout's own one if another layout has the usual one."""
+    """Return the folder to open: a separate one if a store of another layout has the usual one."""
     if on_mismatch is OnMismatch.NEW_NAMESPACE:
         manifest = _readable_manifest(ops, layout.folder)
         if manifest is not None and layout.difference(manifest):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +36,7 @@ NEEDS_VERIFY: Final = 2
 KEYED: Final = 4
 """Flag: the checksum is made with the store's integrity key."""
 KNOWN_FLAGS: Final = HAS_DIGEST | NEEDS_VERIFY | KEYED
-"""A record with another flag is a newer release's, whose block cannot be checked here."""
+"""Flags known to this release; a block whose record has another flag is not served."""
 
 RECORD: Final = np.dtype(
     [
@@ -54,6 +54,9 @@ Records = npt.NDArray[np.void]
 
 RecordRows = npt.NDArray[np.int64]
 """Indices of records, ascending, shape `[n]`, int64."""
+
+Uses = npt.NDArray[np.uint32]
+"""The tick of each slot's last use, shape `[slots]`."""
 
 _MAGIC: Final = b"KVSLABF1"
 _RECORD = struct.Struct(f"<BBHqI{DIGEST_BYTES}s{MAX_KEY_BYTES}s")
@@ -162,7 +165,7 @@ def by_part(units: Records, rows: RecordRows) -> RecordRows:
 
 
 def picked(units: Records, rows: RecordRows) -> Records:
-    """Return a copy of some units; copied as raw bytes, which is several times faster."""
+    """Return a copy of selected units, made as raw bytes, which is several times faster."""
     records: Records = units.view(f"V{RECORD_BYTES}").take(rows).view(RECORD)
     return records
 
@@ -175,7 +178,7 @@ def addresses_of(records: Records) -> list[SlotAddress]:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """A scanned journal.
+    """Result of scanning a journal.
 
     Attributes:
         units: The journal's units, viewed as records; frame headers are included.
@@ -218,7 +221,7 @@ def scan(data: bytes | bytearray | memoryview, seed: int) -> Scan:
     while position < num_units:
         count, found, skipped = _read_frame(view, position, sequence, seed)
         if not count:
-            position = _next_magic(units, position + 1)
+            position += 1
             continue
         if position > end:
             lost_units += position - end
@@ -250,7 +253,7 @@ def _is_torn(rest: memoryview) -> bool:
 
 
 def _read_frame(view: memoryview, position: int, sequence: int, seed: int) -> tuple[int, int, int]:
-    """Return a frame's number of records, its sequence number, and its skipped numbers.
+    """Return a frame's record count, sequence number, and count of skipped sequence numbers.
 
     All are 0 if there is no valid frame.
     """
@@ -265,20 +268,8 @@ def _read_frame(view: memoryview, position: int, sequence: int, seed: int) -> tu
     return (count, found, skipped) if hasher.intdigest() == check else (0, 0, 0)
 
 
-def _next_magic(units: npt.NDArray[Any], position: int) -> int:
-    """Return the first position at or after `position` where a frame may begin."""
-    step = 1 << 16
-    while position < len(units):
-        part = units[position : position + step].view(np.uint64).reshape(-1, RECORD_BYTES // 8)
-        hits = np.flatnonzero(part[:, 0] == np.frombuffer(_MAGIC, np.uint64)[0])
-        if len(hits):
-            return position + int(hits[0])
-        position += step
-    return len(units)
-
-
 def live_rows(scanned: Scan, segments: Mapping[int, int]) -> RecordRows:
-    """Return the journal's units whose blocks exist, in journal order.
+    """Return the indices of the journal's units whose blocks exist, in journal order.
 
     The last record of an address is valid.
 

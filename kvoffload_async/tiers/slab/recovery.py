@@ -51,6 +51,7 @@ from kvoffload_async.tiers.slab.records import (
     RecordRows,
     Records,
     Scan,
+    Uses,
     by_part,
     keys_of,
     live_rows,
@@ -58,8 +59,6 @@ from kvoffload_async.tiers.slab.records import (
     scan,
 )
 from kvoffload_async.types import OffloadKey
-
-Uses = npt.NDArray[np.uint32]
 
 _MAGIC: Final = b"KVSLABO1"
 _HEADER = struct.Struct("<8sIIQQ40s")
@@ -100,7 +99,7 @@ class Session:
         return self.is_closed and self.is_synced and sequence == self.sequence
 
     def encode(self, seed: int) -> tuple[bytes, bytes]:
-        """Return the header and the body."""
+        """Encode the session as the header and the body of its file."""
         body = b"".join(
             _SEGMENT.pack(number, len(uses)) + uses.astype("<u4").tobytes()
             for number, uses in self.uses.items()
@@ -131,25 +130,15 @@ class Session:
         )
 
 
-def write_header(ops: FileOps, fd: int, session: Session, seed: int) -> None:
-    """Overwrite a session file's header and sync it; recorded uses are kept.
-
-    Raises:
-        OSError: Writing or syncing failed.
-    """
-    header, _ = session.encode(seed)
-    write_all(ops, fd, header, 0)
-    ops.fdatasync(fd)
-
-
 def write_session(ops: FileOps, fd: int, session: Session, seed: int, *, sync: bool) -> None:
-    """Overwrite a session file, header last.
+    """Overwrite a session file, header last; last uses are overwritten only at the close.
 
     Raises:
         OSError: Writing or syncing failed.
     """
     header, body = session.encode(seed)
-    write_all(ops, fd, body, len(header))
+    if session.is_closed:
+        write_all(ops, fd, body, len(header))
     write_all(ops, fd, header, 0)
     if sync:
         ops.fdatasync(fd)
@@ -170,6 +159,9 @@ def _uses(body: memoryview, num_segments: int, check: int, seed: int) -> dict[in
         uses[number] = np.frombuffer(body[start:end], dtype="<u4")
     return uses if xxhash.xxh3_64_intdigest(body[:end], seed) == check else {}
 
+
+_PORTION: Final = 1 << 12
+"""Blocks indexed per step; bounds how long a step holds the GIL."""
 
 _MAX_MANIFEST_BYTES = 1 << 20
 _TEMPS = {NEXT_JOURNAL, *(name + TEMP_SUFFIX for name in (MANIFEST, JOURNAL, SESSION))}
@@ -192,25 +184,21 @@ class Folder:
         refused: Segment -> why its file was rejected.
         temps: Names of temporary files left by a killed process.
         unknown_files: Names of files that are not part of a store.
+        own_files: Names of the store's other files.
         allocated_bytes: Total disk usage, including the folder.
-        has_manifest: Whether a manifest exists, readable or not.
-        has_journal: Whether a journal exists.
-        has_bad_journal: Whether an unreadable journal was kept.
     """
 
     segments: dict[int, int] = field(default_factory=dict)
     refused: dict[int, Refusal] = field(default_factory=dict)
     temps: list[str] = field(default_factory=list)
     unknown_files: list[str] = field(default_factory=list)
+    own_files: set[str] = field(default_factory=set)
     allocated_bytes: int = 0
-    has_manifest: bool = False
-    has_journal: bool = False
-    has_bad_journal: bool = False
 
     @property
     def is_empty(self) -> bool:
         """Whether the folder contains no store."""
-        return not (self.segments or self.has_manifest or self.has_journal)
+        return not (self.segments or self.own_files & {MANIFEST, JOURNAL})
 
 
 def list_folder(ops: FileOps, folder: str) -> Folder:
@@ -228,13 +216,9 @@ def list_folder(ops: FileOps, folder: str) -> Folder:
             found.segments[number] = status.st_size
         elif name in _TEMPS:
             found.temps.append(name)
-        elif name == MANIFEST:
-            found.has_manifest = True
-        elif name == JOURNAL:
-            found.has_journal = True
-        elif name == BAD_JOURNAL:
-            found.has_bad_journal = True
-        elif name not in {LOCK, SESSION}:
+        elif name in {MANIFEST, JOURNAL, BAD_JOURNAL, LOCK, SESSION}:
+            found.own_files.add(name)
+        else:
             found.unknown_files.append(name)
     return found
 
@@ -260,7 +244,7 @@ def read_journal(ops: FileOps, folder: str, seed: int) -> Scan:
 
 
 def live_in(found: Folder, scanned: Scan, manifest: Manifest) -> RecordRows:
-    """Return the journal's units whose blocks exist, in journal order."""
+    """Return the indices of the journal's units whose blocks exist, in journal order."""
     slots = {number: manifest.slots_in(size) for number, size in found.segments.items()}
     return live_rows(scanned, slots)
 
@@ -278,6 +262,30 @@ def note_uses(scanned: Scan, rows: RecordRows, session: Session) -> None:
     mine = rows[exists]
     known = scanned.units["use"][mine]
     scanned.units["use"][mine] = np.maximum(known, ticks[index[exists]])
+
+
+def mark_for_verification(scanned: Scan, rows: RecordRows, session: Session) -> bool:
+    """Mark units whose blocks need verification; return whether the journal is trusted.
+
+    These are the blocks recorded before damage, and all blocks of an untrusted journal.
+    """
+    is_trusted = session.is_trusted(boot_id(), scanned.sequence)
+    marked = rows[rows < scanned.damage_at] if is_trusted else rows
+    scanned.units["flags"][marked] |= np.uint16(NEEDS_VERIFY)
+    return is_trusted
+
+
+def is_last_of_key(scanned: Scan, rows: RecordRows) -> npt.NDArray[np.bool_]:
+    """Return for each row whether it is the last record of its key.
+
+    Duplicates exist only after damage.
+    """
+    last: dict[OffloadKey, int] = {}
+    in_order = np.sort(rows)
+    for start in range(0, len(rows), _PORTION):
+        part = in_order[start : start + _PORTION]
+        last.update(zip(keys_of(picked(scanned.units, part)), part.tolist(), strict=True))
+    return np.isin(rows, np.fromiter(last.values(), dtype=np.int64))
 
 
 def by_use(scanned: Scan, rows: RecordRows) -> RecordRows:
@@ -342,13 +350,9 @@ def replace_file(ops: FileOps, path: str, parts: Iterable[bytes]) -> None:
 
 logger = logging.getLogger(__name__)
 
-_PORTION: Final = 1 << 12
-"""Blocks indexed per step; bounds how long a step holds the GIL."""
 
-
-@dataclass(slots=True)
-class Recovered:
-    """Result of a recovery.
+class Recovery:
+    """Decides which blocks of one store may be served, after shrinking the store to its capacity.
 
     Attributes:
         scanned: The journal, with blocks that need verification marked.
@@ -359,15 +363,56 @@ class Recovered:
         session: The last process's session, if recorded.
     """
 
-    scanned: Scan
-    rows: RecordRows
-    gone: RecordRows
-    needs_verify: bool
-    budget: Budget
-    session: Session
+    def __init__(
+        self,
+        ops: FileOps,
+        folder: str,
+        found: Folder,
+        manifest: Manifest,
+        budget: Budget,
+        *,
+        verify: bool,
+        is_keyed: bool,
+    ) -> None:
+        """Read and shrink the store.
+
+        Args:
+            ops: System calls.
+            folder: Path of the store.
+            found: Contents of the folder; updated when files are removed.
+            manifest: The store's manifest.
+            budget: Limits on the size; segments beyond it are removed.
+            verify: Whether every block is verified, and so needs a checksum.
+            is_keyed: Whether checksums must be made with the integrity key.
+
+        Raises:
+            OSError: The store cannot be read or changed.
+        """
+        self._ops = ops
+        self._folder = folder
+        self._found = found
+        self._manifest = manifest
+        scanned = self.scanned = read_journal(ops, folder, manifest.journal_seed)
+        if is_unreadable(scanned):
+            self._keep_bad_journal()
+        self.session = read_session(ops, folder, manifest.journal_seed)
+        kept_bytes = self._refuse_segments()
+        if BAD_JOURNAL in found.own_files:
+            kept_bytes += disk_bytes(ops.stat(f"{folder}/{BAD_JOURNAL}"))
+        self.budget = replace(budget, capacity_bytes=budget.capacity_bytes - kept_bytes)
+        rows = live_in(found, scanned, manifest)
+        note_uses(scanned, rows, self.session)
+        if self._fit(rows):
+            rows = live_in(found, scanned, manifest)
+        is_trusted = mark_for_verification(scanned, rows, self.session)
+        servable = _servable(scanned.units["flags"][rows], verify=verify, is_keyed=is_keyed)
+        self.rows = by_use(scanned, rows[servable])
+        self.gone = rows[~servable]
+        self.needs_verify = scanned.is_damaged or not is_trusted
+        self._report(len(rows), is_trusted=is_trusted)
 
     def records(self, rows: RecordRows) -> Records:
-        """Return a copy of some of the units."""
+        """Return a copy of the journal's units at `rows`."""
         return picked(self.scanned.units, rows)
 
     def keys(self) -> Iterator[tuple[RecordRows, list[OffloadKey]]]:
@@ -381,104 +426,36 @@ class Recovered:
             yield which, keys_of(self.records(self.rows[which]))
 
     def in_order(self) -> RecordRows:
-        """Return the rows, ascending."""
+        """Return the rows of servable blocks in ascending order."""
         is_row = np.zeros(len(self.scanned.units), dtype=np.bool_)
         is_row[self.rows] = True
         return np.flatnonzero(is_row)
 
     def drop_doubles(self) -> None:
-        """Keep only the last record of each key.
-
-        Duplicates exist only after damage.
-        """
-        last: dict[OffloadKey, int] = {}
-        in_order = self.in_order()
-        for start in range(0, len(in_order), _PORTION):
-            part = in_order[start : start + _PORTION]
-            last.update(zip(keys_of(self.records(part)), part.tolist(), strict=True))
-        is_kept = np.zeros(len(self.scanned.units), dtype=np.bool_)
-        is_kept[np.fromiter(last.values(), dtype=np.int64)] = True
-        is_last = is_kept[self.rows]
+        """Keep only the last record of each key."""
+        is_last = is_last_of_key(self.scanned, self.rows)
         self.gone = np.concatenate([self.gone, self.rows[~is_last]])
         self.rows = self.rows[is_last]
 
-
-class Recovery:
-    """Reads one store, and shrinks it to its capacity."""
-
-    def __init__(self, ops: FileOps, folder: str, found: Folder, manifest: Manifest) -> None:
-        """Configure the recovery.
-
-        Args:
-            ops: System calls.
-            folder: Path of the store.
-            found: Contents of the folder; updated when files are removed.
-            manifest: The store's manifest.
-        """
-        self._ops = ops
-        self._folder = folder
-        self._found = found
-        self._manifest = manifest
-
-    def run(self, budget: Budget, *, verify: bool, is_keyed: bool) -> Recovered:
-        """Determine which blocks may be served.
-
-        Args:
-            budget: Limits on the size; segments beyond it are removed.
-            verify: Whether every block is verified, and so needs a checksum.
-            is_keyed: Whether checksums must be made with the integrity key.
-
-        Raises:
-            OSError: The store cannot be read or changed.
-        """
-        seed = self._manifest.journal_seed
-        scanned = read_journal(self._ops, self._folder, seed)
-        if is_unreadable(scanned):
-            self._keep_bad_journal(scanned)
-        if self._found.has_bad_journal:
-            kept = disk_bytes(self._ops.stat(f"{self._folder}/{BAD_JOURNAL}"))
-            budget = replace(budget, capacity_bytes=budget.capacity_bytes - kept)
-        session = read_session(self._ops, self._folder, seed)
-        kept = self._refuse_segments(scanned)
-        budget = replace(budget, capacity_bytes=budget.capacity_bytes - kept)
-        rows = live_in(self._found, scanned, self._manifest)
-        note_uses(scanned, rows, session)
-        if self._fit(budget, scanned, rows):
-            rows = live_in(self._found, scanned, self._manifest)
-        is_trusted = session.is_trusted(boot_id(), scanned.sequence)
-        suspect = rows[rows < scanned.damage_at] if is_trusted else rows
-        scanned.units["flags"][suspect] |= np.uint16(NEEDS_VERIFY)
-        servable = _servable(scanned.units["flags"][rows], verify=verify, is_keyed=is_keyed)
-        recovered = Recovered(
-            scanned,
-            by_use(scanned, rows[servable]),
-            rows[~servable],
-            scanned.is_damaged or not is_trusted,
-            budget,
-            session,
-        )
-        self._report(recovered, len(suspect), is_trusted=is_trusted)
-        return recovered
-
     # -- internal -------------------------------------------------------------------------------
 
-    def _keep_bad_journal(self, scanned: Scan) -> None:
+    def _keep_bad_journal(self) -> None:
         """Rename an unreadable journal, to keep it for diagnosis."""
         path = f"{self._folder}/{JOURNAL}"
         self._cut(path)  # frees the preallocated space
         self._ops.rename(path, f"{self._folder}/{BAD_JOURNAL}")
-        self._found.has_journal, self._found.has_bad_journal = False, True
+        self._found.own_files.add(BAD_JOURNAL)
         slots = sum(map(self._manifest.slots_in, self._found.segments.values()))
         logger.error(
             "%s: the journal (%d bytes) is unreadable: it is kept as %s, and the %d slots "
             "of the store are empty",
             self._folder,
-            scanned.units.nbytes,
+            self.scanned.units.nbytes,
             BAD_JOURNAL,
             slots,
         )
 
-    def _refuse_segments(self, scanned: Scan) -> int:
+    def _refuse_segments(self) -> int:
         """Reject segments of other stores; delete misnamed segments of this store.
 
         Returns:
@@ -489,8 +466,6 @@ class Recovery:
         if not self._found.refused:
             return 0
         kept = 0
-        everything = len(live_in(before, scanned, self._manifest))
-        left = len(live_in(self._found, scanned, self._manifest))
         for number, refusal in self._found.refused.items():
             name = segment_name(number)
             if refusal.is_own:
@@ -504,15 +479,16 @@ class Recovery:
                 refusal.why,
                 "removed" if refusal.is_own else "kept",
             )
+        everything = len(live_in(before, self.scanned, self._manifest))
         logger.error(
             "%s: %d of %d blocks are dropped with unusable segments",
             self._folder,
-            everything - left,
+            everything - len(live_in(self._found, self.scanned, self._manifest)),
             everything,
         )
         return kept
 
-    def _fit(self, budget: Budget, scanned: Scan, rows: RecordRows) -> bool:
+    def _fit(self, rows: RecordRows) -> bool:
         """Remove slots to fit a reduced capacity.
 
         Segments with the oldest average last use are removed first; the last one is truncated
@@ -521,6 +497,7 @@ class Recovery:
         Returns:
             Whether slots had to be removed.
         """
+        budget, scanned = self.budget, self.scanned
         slots = {n: self._manifest.slots_in(size) for n, size in self._found.segments.items()}
         if budget.cost(slots.values()) <= budget.capacity_bytes:
             return False
@@ -561,8 +538,8 @@ class Recovery:
         finally:
             self._ops.close(fd)
 
-    def _report(self, recovered: Recovered, num_unverified: int, *, is_trusted: bool) -> None:
-        scanned = recovered.scanned
+    def _report(self, num_blocks: int, *, is_trusted: bool) -> None:
+        scanned = self.scanned
         if scanned.is_damaged:
             logger.warning(
                 "%s: %d bytes of the journal are damaged, and frames are missing in %d more "
@@ -571,13 +548,13 @@ class Recovery:
                 scanned.lost_bytes,
                 scanned.num_gaps,
             )
-        if not is_trusted and num_unverified:
+        if not is_trusted and num_blocks:
             logger.warning(
                 "%s: the store was not closed before a machine crash, or its journal has "
                 "lost its end: its %d blocks are verified, and %d without a checksum are dropped",
                 self._folder,
-                num_unverified,
-                len(recovered.gone),
+                num_blocks,
+                len(self.gone),
             )
 
 

@@ -10,7 +10,7 @@ import errno
 import os
 import threading
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvoffload_async.block_io.contract import Run as Extent
 from kvoffload_async.tiers.files.identity import DirectoryIdentity
@@ -20,19 +20,14 @@ from kvoffload_async.tiers.slab.layout import segment_name
 from kvoffload_async.tiers.slab.manifest import Manifest, SegmentHeader
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """One open segment file.
 
     Attributes:
-        number: Segment number; never reused by the process.
-        slots: Number of slots.
         fd: Descriptor for buffered I/O.
         direct_fd: Descriptor with O_DIRECT; -1 if not configured or not supported.
     """
 
-    number: int
-    slots: int
     fd: int
     direct_fd: int
 
@@ -62,35 +57,32 @@ class Segments:
         self.sync_failures = 0
         """Number of failed syncs."""
 
-    @property
-    def numbers(self) -> list[int]:
-        """Numbers of the open segments."""
-        return list(self._open)
-
     # -- files ----------------------------------------------------------------------------------
 
-    def attach(self, number: int) -> Segment | None:
-        """Open an existing segment; a file without any slot is removed, and gives None."""
+    def attach(self, number: int) -> int:
+        """Open an existing segment; return its number of slots. A file without slots is removed."""
         path = self._path(number)
-        self._next = max(self._next, number + 1)
+        self.skip_to(number)
         fd = self._ops.open(path, os.O_RDWR)
         try:
             slots = self._manifest.slots_in(self._ops.fstat(fd).st_size)
-            if not slots:
+            if slots:
+                self._adopt(number, fd)
+            else:
                 self._ops.unlink(path)
-                self._ops.close(fd)
-                return None
-            return self._adopt(number, slots, fd)
         except OSError:
             self._ops.close(fd)
             raise
+        if not slots:
+            self._ops.close(fd)
+        return slots
 
     def skip_to(self, number: int) -> None:
         """Do not use this number or lower ones for new segments: the journal refers to them."""
         self._next = max(self._next, number + 1)
 
-    def create(self, slots: int) -> Segment:
-        """Create and fully allocate a segment.
+    def create(self, slots: int) -> int:
+        """Create and fully allocate a segment; return its number, which is never reused.
 
         Raises:
             OSError: It could not be created (e.g. ENOSPC); nothing of it is left.
@@ -106,27 +98,13 @@ class Segments:
             header = SegmentHeader(self._manifest.store_uuid, number, self._manifest.slot_bytes)
             write_all(self._ops, fd, header.encode(), 0)
             self._ops.fallocate(fd, self._manifest.offset_of(slots))
-            return self._adopt(number, slots, fd)
+            self._adopt(number, fd)
         except OSError:
             self._ops.close(fd)
             with contextlib.suppress(OSError):
                 self._ops.unlink(path)
             raise
-
-    def remove(self, number: int) -> None:
-        """Delete a segment that is not read or written.
-
-        Raises:
-            OSError: It could not be deleted, and stays open.
-        """
-        self._directory_identity.check()  # it could be another store's
-        segment = self._open.pop(number)  # first: `check` must not report it as deleted
-        try:
-            self._ops.unlink(self._path(number))
-        except OSError:
-            self._open[number] = segment
-            raise
-        self._close(segment)
+        return number
 
     def close(self) -> None:
         """Close all files; idempotent."""
@@ -137,15 +115,11 @@ class Segments:
     def check(self, numbers: set[int]) -> None:
         """Check that these segment files still exist: writes to a deleted one would succeed.
 
-        Ignores segments removed by `remove`: only cancelled jobs can refer to them.
-
         Raises:
             OSError: One was deleted or replaced.
         """
         for number in numbers:
-            segment = self._open.get(number)
-            if segment is not None:
-                self._directory_identity.check_file(segment.fd, segment_name(number))
+            self._directory_identity.check_file(self._open[number].fd, segment_name(number))
 
     def sync(self, numbers: Iterable[int], failures_before: int | None = None) -> None:
         """Sync these segments to the device.
@@ -205,7 +179,7 @@ class Segments:
 
     # -- internal -------------------------------------------------------------------------------
 
-    def _adopt(self, number: int, slots: int, fd: int) -> Segment:
+    def _adopt(self, number: int, fd: int) -> None:
         direct_fd = -1
         flag = self._direct.flag
         if flag:
@@ -214,8 +188,7 @@ class Segments:
             except OSError as error:
                 if not self._direct.refused(flag, error):
                     raise
-        segment = self._open[number] = Segment(number, slots, fd, direct_fd)
-        return segment
+        self._open[number] = Segment(fd, direct_fd)
 
     def _close(self, segment: Segment) -> None:
         try:

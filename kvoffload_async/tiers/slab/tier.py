@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,10 +30,10 @@ from kvoffload_async.errors import (
     TierUnavailableError,
     Trouble,
 )
+from kvoffload_async.tiers.files.identity import LostDirectoryError
 from kvoffload_async.tiers.files.modes import warn_of_others
-from kvoffload_async.tiers.files.ops import FileOps, unusable
+from kvoffload_async.tiers.files.ops import FileOps, mapped, unusable
 from kvoffload_async.tiers.slab.addresses import SlotAddress
-from kvoffload_async.tiers.slab.allocator import Allocator, is_disk_full
 from kvoffload_async.tiers.slab.layout import Budget, StoreLayout
 from kvoffload_async.tiers.slab.opening import OpenStore, SlabSettings
 from kvoffload_async.tiers.slab.records import MAX_KEY_BYTES
@@ -39,19 +41,125 @@ from kvoffload_async.tiers.slab.transfers import (
     Blocks,
     LoadBatch,
     StoreBatch,
-    create_transfers,
+    Transfers,
     in_order_of_addresses,
 )
 from kvoffload_async.types import JobMetadata, OffloadKey, block_text
+
+logger = logging.getLogger(__name__)
+
+_REGROW_S = 60.0
+"""Seconds until the store may grow again after the disk was full."""
+
+_LEAST_SHARE = 16
+"""A segment has at least a full one's slots divided by this, unless it is the only one."""
+
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+class Allocator:
+    """Allocates the slots of one open store: growth up to the capacity, then eviction.
+
+    If the disk is full below the capacity, the store stops growing, and tries again later.
+    Thread: loop.
+    """
+
+    def __init__(self, store: OpenStore, env: TierEnvironment) -> None:
+        self._store = store
+        self._budget = store.budget
+        self._env = env
+        self._growing = asyncio.Lock()
+        self._limit_slots: int | None = None
+        self._limited_until_s = 0.0
+        self._is_grown = False
+        """Whether the capacity has no space for another segment."""
+        self.why_limited = ""
+        """Why the last segment was not created; empty if it was."""
+
+    async def claim(self, keys: Sequence[OffloadKey]) -> list[SlotAddress]:
+        """Return ascending addresses for absent keys; if too few are free, only for the first keys.
+
+        Announces evicted blocks, and buffers their removals until the next append to the journal.
+        """
+        store, catalog = self._store, self._store.catalog
+        while catalog.num_free < len(keys) and not self._is_grown and await self._grow(len(keys)):
+            pass
+        ahead = self._budget.slots_ahead if self._is_grown else 0
+        addresses, victims, freed = catalog.claim(keys, ahead)
+        if victims:
+            store.journal.note_removed(freed)
+            self._env.blocks_evicted(victims)
+        return addresses
+
+    async def _grow(self, wanted: int) -> bool:
+        """Add segments; return False if no more can be added now."""
+        async with self._growing:
+            if self._store.catalog.num_free >= wanted:
+                return True  # another task has grown it meanwhile
+            for _ in range(self._budget.stripes):
+                if not await self._add_segment():
+                    return False
+            return True
+
+    async def _add_segment(self) -> bool:
+        """Add a segment; return False if none can be added now."""
+        slots = self._next_slots()
+        while slots:
+            try:
+                create = partial(self._create, slots)
+                number = await self._env.io.run(Direction.STORE, create)
+            except LostDirectoryError as error:
+                raise mapped(error) from error  # a fault, not a full disk
+            except OSError as error:
+                slots = self._smaller(slots, error)
+            else:
+                self.why_limited = ""
+                self._store.table.add_segment(number, slots)
+                self._store.catalog.add_segment(number, slots)
+                return True
+        return False
+
+    def _create(self, slots: int) -> int:
+        """Create a segment, after reserving journal space for it; return its number.
+
+        Thread: an I/O thread.
+        """
+        store = self._store
+        store.journal.reserve(slots + sum(store.table.slots().values()))
+        number = store.segments.create(slots)
+        store.journal.note_new_file()
+        return number
+
+    def _next_slots(self) -> int:
+        present = self._store.catalog.segments.values()
+        allowed = None
+        if asyncio.get_running_loop().time() < self._limited_until_s:
+            allowed = max(0, (self._limit_slots or 0) - sum(present))
+        slots = self._budget.next_segment(present, allowed)
+        self._is_grown = not slots and allowed is None
+        return slots
+
+    def _smaller(self, slots: int, error: OSError) -> int:
+        """Return the number of slots to retry a failed creation with; 0: stop growing."""
+        present = self._store.catalog.segments
+        is_full = error.errno in _NO_SPACE
+        if self._limit_slots is None or not is_full:
+            logger.warning(
+                "%s: growth stopped below the capacity: %s", self._store.folder, str(error)
+            )
+        least = self._budget.segment_slots // _LEAST_SHARE if present else 0
+        slots = slots // 2 if is_full and slots // 2 > least else 0
+        self._limit_slots = sum(present.values()) + slots
+        self._limited_until_s = asyncio.get_running_loop().time() + _REGROW_S
+        self.why_limited = str(error)
+        return slots
+
 
 _SMALL_JOBS_BYTES = 64 << 20
 """Limit on the bytes of concurrent small jobs per direction."""
 
 _OPENING_S = 1e-5
 """Opening time per block in the store, in seconds; about ten times the measured cost."""
-
-_SHRINKS = 8
-"""Maximum number of segments that one job releases when the disk is full."""
 
 
 class SlabTier(AsyncTier):
@@ -94,7 +202,6 @@ class SlabTier(AsyncTier):
         self._settings = settings
         self._create_policy = create_policy or settings.create_policy
         self._ops = ops or settings.ops or FileOps()
-        self._env: TierEnvironment | None = None
         self._store: OpenStore | None = None
         self._writing: dict[OffloadKey, asyncio.Future[None]] = {}
         self._pinned: dict[OffloadKey, list[SlotAddress]] = {}
@@ -133,23 +240,19 @@ class SlabTier(AsyncTier):
         except OSError as error:
             raise unusable(settings.root_dir, error) from error
         try:
-            threads = settings.io_threads
-            self._transfers = create_transfers(env, self._ops, store.data_path, threads)
+            self._transfers = Transfers(env, self._ops, store)
         except BaseException:
-            await env.io.run(Direction.METADATA, partial(self._close_store, store))
+            await self._env.io.run(Direction.METADATA, partial(self._close_store, store))
             raise
         self._store = store
-        self._allocator = Allocator(store, store.budget, env)
+        self._allocator = Allocator(store, env)
         small = min(_SMALL_JOBS_BYTES, settings.capacity_bytes // 8) // budget.slot_bytes
         self.bounds = TierBounds(concurrent_blocks=small)
         env.blocks_appeared(store.found_keys)
 
     async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
         """Return the keys that are stored."""
-        addresses = self._opened().catalog.find(keys)
-        return frozenset(
-            key for key, address in zip(keys, addresses, strict=True) if address is not None
-        )
+        return frozenset(self._opened().catalog.present(keys))
 
     async def store(self, job: JobMetadata) -> BlockFailures:
         """Write the blocks that are not stored yet."""
@@ -172,11 +275,7 @@ class SlabTier(AsyncTier):
             return await self._store_absent(store, job, absent)
         except BaseException:
             # The job fails as a whole, but journalled blocks are in the store.
-            addresses = store.catalog.find(missing)
-            stored = [
-                key for key, address in zip(missing, addresses, strict=True) if address is not None
-            ]
-            self._environment().blocks_appeared(stored)
+            self._env.blocks_appeared(list(store.catalog.present(missing)))
             raise
         finally:
             for key in missing:
@@ -197,7 +296,7 @@ class SlabTier(AsyncTier):
         blocks, order = in_order_of_addresses(job, found)
         if not order:
             return failures
-        batch = LoadBatch(store.data_path, blocks)
+        batch = LoadBatch(store, blocks)
         store.catalog.pin(blocks.addresses)
         try:
             await self._transfers.load(batch)
@@ -221,8 +320,7 @@ class SlabTier(AsyncTier):
         """Keep blocks from being evicted."""
         if self._store is None:
             return
-        found = zip(keys, self._store.catalog.find(keys), strict=True)
-        present = {key: address for key, address in found if address is not None}
+        present = self._store.catalog.present(keys)
         self._store.catalog.pin(present.values())
         for key, address in present.items():
             self._pinned.setdefault(key, []).append(address)
@@ -240,24 +338,30 @@ class SlabTier(AsyncTier):
 
     def discard(self, keys: Sequence[OffloadKey]) -> None:
         """Remove blocks; on disk, they are removed with the next append to the journal."""
-        if self._store is None or self._env is None:
+        if self._store is None:
             return
-        gone, addresses = self._store.catalog.remove_unpinned(list(dict.fromkeys(keys)))
+        gone = self._store.catalog.remove_unpinned(keys)
         if gone:
-            self._store.data_path.journal.note_removed(addresses)
+            self._store.journal.note_removed(list(gone.values()))
             self._env.blocks_evicted(gone)
 
     async def close(self) -> None:
         """Flush the journal, close all files, release the lock; idempotent."""
-        env, self._env = self._env, None
         store, self._store = self._store, None
-        if store is not None and env is not None:
+        if store is not None:
             await self._transfers.close()
-            await env.io.run(Direction.METADATA, partial(self._close_store, store))
+            await self._env.io.run(Direction.METADATA, partial(self._close_store, store))
 
     def gauges(self) -> Mapping[str, float]:
         """Return the numbers of blocks, free slots and bytes."""
-        return {} if self._store is None else self._store.gauges()
+        if (store := self._store) is None:
+            return {}
+        return {
+            "blocks": len(store.catalog),
+            "free_slots": store.catalog.num_free,
+            "used_bytes": len(store.catalog) * store.manifest.slot_bytes,
+            "capacity_bytes": store.budget.capacity_bytes,
+        }
 
     def describe(self) -> str:
         """Return the store's location."""
@@ -274,92 +378,52 @@ class SlabTier(AsyncTier):
     async def _store_absent(
         self, store: OpenStore, job: JobMetadata, indices: Sequence[int]
     ) -> BlockFailures:
-        """Write blocks; when the disk is full, shrink the store and retry."""
-        rows = job.block_ids.tolist()
+        """Write as many absent blocks as there are free addresses, head first."""
+        keys = job.keys
         failures: dict[int, TierError] = {
             index: TierUnavailableError(
-                f"the key has {len(job.keys[index])} bytes; at most {MAX_KEY_BYTES} are supported"
+                f"the key has {len(keys[index])} bytes; at most {MAX_KEY_BYTES} are supported"
             )
             for index in indices
-            if len(job.keys[index]) > MAX_KEY_BYTES
+            if len(keys[index]) > MAX_KEY_BYTES
         }
-        left = [index for index in indices if index not in failures] if failures else indices
-        allocator, seen = self._allocator, self._allocator.num_shrinks
-        failures |= await self._store_some(store, job.keys, rows, left)
-        if not failures:
-            return {}
-        for _ in range(_SHRINKS):
-            left = [index for index in left if is_disk_full(failures.get(index))]
-            if not left:
-                break
-            # Blocks written so far count as stored, so they must not be evicted now.
-            held = [address for address in store.catalog.find(job.keys) if address is not None]
-            store.catalog.pin(held)
-            try:
-                if not await allocator.shrink(seen):
-                    break
-                seen = allocator.num_shrinks
-                again = await self._store_some(store, job.keys, rows, left)
-            finally:
-                store.catalog.unpin(held)
-            allocator.note_shrunk(has_helped=not all(is_disk_full(again.get(i)) for i in left))
-            failures = {i: e for i, e in failures.items() if i not in left} | again
-        return failures
-
-    async def _store_some(
-        self,
-        store: OpenStore,
-        keys: Sequence[OffloadKey],
-        rows: Sequence[int],
-        indices: Sequence[int],
-    ) -> dict[int, TierError]:
-        """Write as many absent blocks as there are free addresses, head first."""
+        if failures:
+            indices = [index for index in indices if index not in failures]
         if not indices:
-            return {}
+            return failures
+        wanted: Sequence[OffloadKey] = keys
+        rows = job.block_ids.tolist()
         if len(indices) < len(keys):
-            keys, rows = [keys[index] for index in indices], [rows[index] for index in indices]
-        addresses = await self._allocator.claim(keys)
+            wanted, rows = [keys[index] for index in indices], [rows[index] for index in indices]
+        addresses = await self._allocator.claim(wanted)
         why = self._allocator.why_limited or "nothing to evict"
         unplaced = TierFullError(f"no free slot in {self._settings.root_dir}: {why}")
-        failures: dict[int, TierError] = dict.fromkeys(indices[len(addresses) :], unplaced)
+        failures |= dict.fromkeys(indices[len(addresses) :], unplaced)
         if not addresses:
             return failures
-        mine = keys[: len(addresses)]
-        batch = StoreBatch(store.data_path, Blocks(mine, addresses, rows[: len(addresses)]))
+        count = len(addresses)
+        batch = StoreBatch(store, Blocks(wanted[:count], addresses, rows[:count]))
         try:
             await self._transfers.store(batch)
-        except BaseException:
-            if batch.is_journalled:
-                self._take_in(store, batch, mine, addresses)
-            else:
-                store.catalog.release(addresses)
-            raise
-        self._take_in(store, batch, mine, addresses)
-        if len(batch.failures) < len(mine):
-            self._allocator.note_shrunk(has_helped=True)
-        for i, error in batch.failures.items():
-            failures[indices[i]] = error
+        finally:  # also if cancelled: journalled blocks are in the store
+            self._take_in(store, batch)
+        failures |= {indices[index]: error for index, error in batch.failures.items()}
         return failures
 
-    def _take_in(
-        self,
-        store: OpenStore,
-        batch: StoreBatch,
-        keys: Sequence[OffloadKey],
-        addresses: list[SlotAddress],
-    ) -> None:
+    def _take_in(self, store: OpenStore, batch: StoreBatch) -> None:
         """Add the written blocks of a batch to the catalog."""
-        bad = batch.failures
+        keys, addresses, _ = batch.blocks
+        bad: Collection[int] = batch.failures if batch.is_journalled else batch.indices
         if bad:
             store.catalog.release([addresses[index] for index in bad])
-            good = [index for index in range(len(keys)) if index not in bad]
+            good = [index for index in batch.indices if index not in bad]
             keys, addresses = [keys[i] for i in good], [addresses[i] for i in good]
         store.catalog.admit(keys, addresses)
 
     # -- opening and closing ----------------------------------------------------------------------
 
     def _open_store(self, layout: StoreLayout, budget: Budget) -> OpenStore:
-        """Open the root, which is made if it is not there, and the store in it.
+        """Open the root directory, creating it if missing, and the store in it.
 
         Thread: an I/O thread.
         """
@@ -383,8 +447,3 @@ class SlabTier(AsyncTier):
         if self._store is None:
             raise TierClosedError("the slab tier is not open")
         return self._store
-
-    def _environment(self) -> TierEnvironment:
-        if self._env is None:
-            raise TierClosedError("the slab tier is not open")
-        return self._env

@@ -1,4 +1,4 @@
-"""How a Valkey server is reached: its address from a URL, its credentials, connections to it.
+"""How to reach a Valkey server: the options, its address, the credentials, the connections.
 
 URLs are displayed without secrets. A server may move, and its credentials may be replaced: its
 addresses are looked up for each connection.
@@ -9,13 +9,29 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from dataclasses import dataclass, field
-from typing import Any, Final
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Self, cast
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from kvoffload_async.config import without_user_info
+from kvoffload_async.abc.tier import KVIdentity, TierLocation
+from kvoffload_async.config import (
+    at_least,
+    option,
+    or_none,
+    parse_bool,
+    parse_file,
+    parse_url,
+    without_user_info,
+)
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.tiers.remote.lookups import Lookups
+from kvoffload_async.tiers.remote.settings import (
+    MAX_CONNECTIONS,
+    Redactor,
+    RemoteSettings,
+    SecretFile,
+)
 
 DEFAULT_PORT: Final = 6379
 
@@ -26,7 +42,7 @@ _FORM: Final = "valkey://[user[:password]@]host[:port][/database], or valkeys://
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """One server, or the first node of a cluster to contact.
+    """Address of a server, or of the first node to contact in a cluster.
 
     Attributes:
         has_tls: Whether the connection is encrypted.
@@ -47,12 +63,13 @@ class Address:
         return f"{scheme}://{host}:{self.port}/{self.database}"
 
     @classmethod
-    def parse(cls, url: str, key: str = "url") -> Address:
-        """Parse a URL.
+    def parse(cls, value: object, key: str = "url") -> Address:
+        """Parse the URL of a server.
 
         Raises:
             ConfigError: The URL is invalid; the message contains no secrets.
         """
+        url = parse_url(value, key)
         try:
             parts = urlsplit(url)
             port = parts.port or DEFAULT_PORT
@@ -83,20 +100,9 @@ def _database(parts: SplitResult, key: str) -> int:
     return int(text or 0)
 
 
-SockAddress = tuple[socket.AddressFamily, tuple[Any, ...]]
-
-_TCP_OPTIONS: Final = {
-    socket.TCP_NODELAY: 1,
-    socket.TCP_KEEPIDLE: 30,
-    socket.TCP_KEEPINTVL: 5,
-    socket.TCP_KEEPCNT: 3,
-}
-"""As the library sets them on connections of its own: a dead peer is noticed within 45 s."""
-
-
 @dataclass(frozen=True, slots=True)
 class Login:
-    """What a connection identifies itself with.
+    """Credentials of a connection.
 
     Attributes:
         password: The password; None: none is needed.
@@ -107,8 +113,81 @@ class Login:
     tls: ssl.SSLContext | None = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class ValkeySettings(RemoteSettings):
+    """The options of a `valkey` tier, and values derived from others."""
+
+    address: Address = option(Address.parse, remedy="a URL such as valkey://host:6379/0", key="url")
+    """`valkey://[user[:password]@]host[:port][/database]`, `valkeys://` for TLS; `redis://` and
+    `rediss://` are synonyms."""
+    is_cluster: bool = option(parse_bool, default=False, key="cluster")
+    """Whether the server is a node of a cluster."""
+    password_file: SecretFile | None = option(or_none(SecretFile.parse), None, is_shown=False)
+    """Absolute path of a file with the password, instead of the URL's. Read for each connection."""
+    ca_file: str | None = option(or_none(parse_file), None, key="tls_ca_file")
+    """Absolute path of the certificates that verify the server, in place of the system's. All
+    three files are read for each connection."""
+    cert_file: str | None = option(or_none(parse_file), None, key="tls_cert_file")
+    """Absolute path of this client's certificate."""
+    key_file: str | None = option(or_none(parse_file), None, key="tls_key_file")
+    """Absolute path of the private key of this client's certificate."""
+    connections: int = option(at_least(1, MAX_CONNECTIONS), 8)
+    """Concurrent calls with payload, in each direction."""
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any], identity: KVIdentity) -> Self:
+        settings = super().of(options, identity)
+        address = settings.address
+        if settings.is_cluster and address.database:
+            raise ConfigError(
+                f"url: database {address.database} does not go with cluster; leave it out"
+            )
+        for key in ("tls_ca_file", "tls_cert_file", "tls_key_file"):
+            if options.get(key) is not None and not address.has_tls:
+                raise ConfigError(
+                    f"{key}: goes with a URL of valkeys:// or rediss://; correct one of them"
+                )
+        password = address.password
+        return replace(settings, redact=Redactor([password] if password else []))
+
+    def locations(self, identity: KVIdentity) -> list[TierLocation]:
+        self.warn_of_large_blocks("valkey", identity.block_bytes)
+        return [TierLocation(self.address.shown, is_exclusive=False, key="url")]
+
+    def read_login(self) -> Login:
+        """Return the current credentials; may read files.
+
+        Raises:
+            ConfigError: A file is not usable.
+        """
+        password, tls = self.address.password, None
+        if self.password_file is not None:
+            password = self.password_file.read(self.redact)
+        if self.address.has_tls:
+            try:
+                tls = ssl.create_default_context(cafile=self.ca_file)
+                if self.cert_file or self.key_file:
+                    tls.load_cert_chain(cast("str", self.cert_file), self.key_file)
+            except (OSError, TypeError) as error:  # TypeError: a key without a certificate
+                raise ConfigError(
+                    f"tls_ca_file, tls_cert_file, tls_key_file: not usable ({error}); correct them"
+                ) from None
+        return Login(password, tls)
+
+
+SockAddress = tuple[socket.AddressFamily, tuple[Any, ...]]
+
+_TCP_OPTIONS: Final = {
+    socket.TCP_NODELAY: 1,
+    socket.TCP_KEEPIDLE: 30,
+    socket.TCP_KEEPINTVL: 5,
+    socket.TCP_KEEPCNT: 3,
+}
+"""Socket options, as the library sets them itself: a dead peer is noticed within 45 s."""
+
+
 class Route:
-    """The addresses of one server, and the connections that may still be used.
+    """Connects to one server, which may have several addresses.
 
     Thread: loop.
 
@@ -119,7 +198,7 @@ class Route:
     """
 
     def __init__(self, host: str, port: int, lookups: Lookups, timeout_s: float) -> None:
-        """Know nothing about the addresses yet.
+        """Create a route; the server's name is not resolved yet.
 
         Args:
             host: Name or address of the server.
@@ -133,13 +212,13 @@ class Route:
         self._lookups = lookups
         self._timeout_s = timeout_s
         self._address: SockAddress | None = None
-        """The last one connected to."""
+        """The address of the last connection."""
         self._failures = 0
         self._failed: dict[SockAddress, int] = {}
-        """Address -> number of its last failure; those that never failed are tried first."""
+        """Address -> number of its last failure; addresses that never failed are tried first."""
 
     def leave(self, generation: int) -> None:
-        """Have the connections of a generation replaced, if possible by ones to another address."""
+        """Have a generation's connections replaced, if possible by ones to another address."""
         if generation == self.generation:
             self.generation += 1
             if self._address is not None:

@@ -19,14 +19,15 @@ from kvoffload_async.errors import (
 )
 from kvoffload_async.tiers.remote.calls import run_together
 from kvoffload_async.tiers.remote.client import Bytes, RefusedError, RemoteClient, Server, Value
-from kvoffload_async.tiers.valkey.nodes import Command, Node, Nodes, ValkeyConnection
+from kvoffload_async.tiers.remote.existence import ExpiringKeys
+from kvoffload_async.tiers.valkey.address import ValkeySettings
+from kvoffload_async.tiers.valkey.nodes import Command, Node, Nodes
 from kvoffload_async.types import OffloadKey
 
 _PORTION_BYTES: Final = 4 << 20
 _PORTION_BLOCKS: Final = 256
 _LABEL_BYTES: Final = 16
 _MOST_WITNESSES: Final = 16
-_MOST_CONDEMNED: Final = 1 << 12
 _CONDEMNED_S: Final = 60.0
 _PROOF_MS: Final = 60_000
 """Lifetime of the key whose write proves that a node accepts writes."""
@@ -46,55 +47,47 @@ _REFUSALS: Final = (
 
 
 class ValkeyClient(RemoteClient):
-    """Blocks as strings of a server: SET NX PX, GETRANGE, pipelined."""
+    """Stores blocks as strings on a server, with pipelined SET NX PX and GETRANGE commands."""
 
     location: ClassVar[str] = "valkey"
     answers_many: ClassVar[bool] = True
 
     def __init__(
-        self,
-        connection: ValkeyConnection,
-        namespace: str,
-        ttl_s: float | None,
-        emptied: Callable[[], None],
+        self, settings: ValkeySettings, namespace: str, emptied: Callable[[], None]
     ) -> None:
         """Create the client without connecting.
 
         Args:
-            connection: Connection settings.
+            settings: The options.
             namespace: 32 hexadecimal digits.
-            ttl_s: Lifetime of an unused block in seconds; None: as long as the server keeps it.
             emptied: Called when the server has lost its contents.
         """
-        self._nodes = Nodes(connection)
+        self._nodes = Nodes(settings)
         self._label_name = f"kvo:{namespace}".encode()
         self._prefix = self._label_name + b":"
         self._label: bytes | None = None  # None: unknown; b"": there is none
-        self._ttl_ms = None if ttl_s is None else max(1, round(ttl_s * 1000))
+        self._ttl_ms = None if settings.ttl_s is None else max(1, round(settings.ttl_s * 1000))
         self._emptied = emptied
         self._witnesses: deque[OffloadKey] = deque(maxlen=_MOST_WITNESSES)
-        """Blocks seen recently on the server with the label."""
-        self._condemned: dict[OffloadKey, float] = {}
-        """Corrupt blocks that could not be removed -> loop time of expiry. They count as absent,
-        and the next store overwrites them."""
+        """Blocks seen recently on the server that has the namespace's label."""
+        self._condemned = ExpiringKeys(_CONDEMNED_S)
+        """Corrupt blocks that could not be removed. They count as absent, and the next store
+        overwrites them."""
 
     async def connect(self) -> None:
-        await self.check()
+        await self.check(None)
 
-    async def check(self) -> None:
-        if self._nodes.connection.is_cluster:
-            await self._nodes.refresh()
-        else:
-            await self._check_label(None)
+    async def check(self, server: Server) -> None:
+        """Check that the server, or a node of a cluster, accepts a write.
 
-    async def check_server(self, server: Server) -> None:
-        """Check that a node of a cluster accepts a write; one without slots need not respond."""
+        A node without slots need not respond.
+        """
         node = cast("Node | None", server)
-        if node is None:
-            await self.check()
+        if not self._nodes.settings.is_cluster:
+            await self._check_label(None)
             return
         await self._nodes.refresh(doubted=node)
-        if not self._nodes.owns_slots(node):
+        if node is None or not self._nodes.owns_slots(node):
             return
         if self._nodes.node_of(self._label_name) == node:
             await self._check_label(node)
@@ -121,12 +114,12 @@ class ValkeyClient(RemoteClient):
         present = [key for key, reply in zip(keys, replies, strict=True) if reply]
         self._saw(present)
         now_s = asyncio.get_running_loop().time()
-        return frozenset(key for key in present if self._condemned.get(key, now_s) <= now_s)
+        return frozenset(key for key in present if not self._condemned.has(key, now_s))
 
     async def get(
         self, keys: Sequence[OffloadKey], most_bytes: int
     ) -> Sequence[Value | TierError | None]:
-        """Read at most `most_bytes` of each value: a string can have 512 MiB."""
+        """Read at most `most_bytes` of each value: a string may have 512 MiB."""
         commands = [("GETRANGE", self._prefix + key, 0, most_bytes) for key in keys]
         node = self._node_of_all(keys)
         found = [_bytes_of(r) for r in await self._nodes.run(node, commands, most_bytes + 1)]
@@ -151,49 +144,44 @@ class ValkeyClient(RemoteClient):
         """
         lifetime = () if self._ttl_ms is None else ("PX", self._ttl_ms)
         commands: list[Command] = []
+        now_s = asyncio.get_running_loop().time()
         for key, value in zip(keys, values, strict=True):
-            condition = () if key in self._condemned else ("NX",)
+            condition = () if self._condemned.has(key, now_s) else ("NX",)
             commands.append(("SET", self._prefix + key, value.data, *lifetime, *condition))
         node = self._node_of_all(keys)
         replies = await self._nodes.run(node, commands)
         outcomes = [self.mapped(r) if isinstance(r, Exception) else None for r in replies]
         stored = [key for key, error in zip(keys, outcomes, strict=True) if error is None]
-        for key in stored:
-            self._condemned.pop(key, None)
+        self._condemned.discard(stored)
         self._saw(stored)
         return outcomes
 
     async def remove_if(self, key: OffloadKey, value: Value, sha1: str) -> bool:
-        """Remove a value if unchanged, comparing as many bytes as were read (its version)."""
+        """Remove a value if unchanged, comparing only the bytes that were read (its version)."""
         name = self._prefix + key
         command = ("EVAL", _REMOVE_IF, 1, name, sha1, value.version or _WHOLE)
-        if len(self._condemned) >= _MOST_CONDEMNED:
-            del self._condemned[next(iter(self._condemned))]
-        self._condemned[key] = asyncio.get_running_loop().time() + _CONDEMNED_S
+        self._condemned.add([key], asyncio.get_running_loop().time())
         (reply,) = await self._nodes.run(self._nodes.node_of(name), [command])
         if isinstance(reply, Exception):
             raise RefusedError(str(reply))  # a permission is missing: retries do not help
-        self._condemned.pop(key, None)
+        self._condemned.discard([key])
         return bool(reply)
 
     async def renew(self, keys: Sequence[OffloadKey]) -> None:
-        if self._ttl_ms is None:
+        ttl_ms = self._ttl_ms
+        if ttl_ms is None:
             return
-        by_node: dict[Node | None, list[Command]] = {}
-        for key in keys:
-            name = self._prefix + key
-            by_node.setdefault(self._nodes.node_of(name), []).append(
-                ("PEXPIRE", name, self._ttl_ms)
-            )
         errors: list[Exception] = []
 
-        async def run(node: Node | None, commands: Sequence[Command]) -> None:
+        async def run(portion: Sequence[int]) -> None:
+            names = [self._prefix + keys[i] for i in portion]
+            commands = [("PEXPIRE", name, ttl_ms) for name in names]
             try:
-                _raise_first(await self._nodes.run(node, commands))
+                _raise_first(await self._nodes.run(self._nodes.node_of(names[0]), commands))
             except Exception as error:  # noqa: BLE001 - the library's own; raised below
                 errors.append(error)
 
-        await run_together((run(*one) for one in by_node.items()), "remote:renewal")
+        await run_together(map(run, self.portions(keys, len(keys))), "remote:renewal")
         if errors:  # of a node that is down; keys of other nodes are renewed
             raise errors[0]
 
@@ -216,11 +204,11 @@ class ValkeyClient(RemoteClient):
         return max(1, min(_PORTION_BLOCKS, _PORTION_BYTES // value_bytes))
 
     def _node_of_all(self, keys: Sequence[OffloadKey]) -> Node | None:
-        """Return the node of keys on one server; moved keys are redirected."""
+        """Return the node of keys on one server; commands for moved keys are redirected."""
         return self._nodes.node_of(self._prefix + keys[0])
 
     def _saw(self, keys: Sequence[OffloadKey]) -> None:
-        """Record existing blocks of one server, if it has the label."""
+        """Record existing blocks on one server, if that server has the namespace's label."""
         if keys and self._nodes.node_of(self._label_name) == self._node_of_all(keys):
             self._witnesses.extend(islice(keys, _MOST_WITNESSES))
 
@@ -228,7 +216,7 @@ class ValkeyClient(RemoteClient):
         return ("GETRANGE", self._label_name, 0, _LABEL_BYTES)
 
     async def _check_label(self, node: Node | None) -> None:
-        """Read the server's label, and create one if needed; a server that is read-only fails.
+        """Create the server's label if missing, and read it; fails on a read-only server.
 
         A changed label means that the contents are lost, unless recently seen blocks still exist:
         then only the label was evicted or overwritten.
@@ -256,7 +244,7 @@ def _raise_first(replies: Sequence[Any]) -> None:
 
 
 def _bytes_of(reply: bytes | Exception) -> bytes:
-    """Return a string reply; empty for other types. Raises other errors."""
+    """Return a string reply; empty if the value has another type. Raises other errors."""
     if not isinstance(reply, Exception):
         return reply
     if "WRONGTYPE" in str(reply):
@@ -265,6 +253,6 @@ def _bytes_of(reply: bytes | Exception) -> bytes:
 
 
 def _label_of(reply: bytes | Exception) -> bytes:
-    """Return a label reply; empty if it is not a valid label."""
+    """Return the label in a reply; empty if it is not a valid label."""
     label = _bytes_of(reply)
     return label if len(label) == _LABEL_BYTES else b""

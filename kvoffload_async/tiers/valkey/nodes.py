@@ -8,12 +8,11 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-import ssl
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import hiredis  # noqa: F401 - the library parses with it, and `BoundedReader` relies on that
 from redis import exceptions
@@ -22,10 +21,10 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS, key_slot
 
-from kvoffload_async.errors import ConfigError, TierUnavailableError
+from kvoffload_async.errors import TierUnavailableError
 from kvoffload_async.tiers.remote.client import heard
 from kvoffload_async.tiers.remote.lookups import Lookups
-from kvoffload_async.tiers.valkey.address import Address, Login, Route
+from kvoffload_async.tiers.valkey.address import Login, Route, ValkeySettings
 
 _SHORT_BYTES: Final = 4096
 """Maximum bytes of a line, and of a reply without payload: an error, a status, a number."""
@@ -33,7 +32,7 @@ _ELEMENT_BYTES: Final = 16
 """Overhead counted for each array element, in addition to its bytes."""
 _MOST_DEPTH: Final = 8
 _LINES: Final = re.compile(rb"(?:[+:-][^\r\n]{0,256}\r\n)+")
-"""Consecutive short replies, as to a probe."""
+"""Matches consecutive short replies, such as the replies to a probe."""
 _LINE_TYPES: Final = b"+-:"
 _END: Final = b"\r\n"
 
@@ -62,19 +61,20 @@ class ReplyBounds:
     """
 
     def __init__(self) -> None:
-        """Expect the first reply."""
+        """Track a new connection, from its first reply on."""
         self._line = b""  # partial header
         self._payload_bytes = 0  # remaining bytes of a bulk string, including its line end
         self._arrays: list[int] = []  # remaining elements of each incomplete array
         self._reply_bytes = 0
 
     def feed(self, data: bytes) -> None:
-        """Check the next bytes of the connection.
+        """Check the next bytes received on the connection.
 
         Raises:
             ReplyError: They must not be parsed; close the connection.
         """
         bound = _SHORT_BYTES + _most_bytes.get()
+        data, self._line = self._line + data, b""
         position = 0
         while position < len(data):
             if self._payload_bytes:
@@ -82,22 +82,17 @@ class ReplyBounds:
                 self._payload_bytes -= step
                 position += step
                 continue
-            if not self._line and not self._arrays and (lines := _LINES.match(data, position)):
+            if not self._arrays and (lines := _LINES.match(data, position)):
                 position = lines.end()
                 continue
             end = data.find(_END, position)
-            # The line end may be split, with its first byte already in `_line`.
-            if self._line.endswith(b"\r") and data[position : position + 1] == b"\n":
-                line, end = self._line[:-1], position - 1
-            elif end >= 0:
-                line = self._line + data[position:end]
-            else:
-                if len(self._line) + len(data) - position > _SHORT_BYTES:
+            if end < 0:
+                if len(data) - position > _SHORT_BYTES:
                     raise ReplyError(f"a reply has a line of more than {_SHORT_BYTES} bytes")
-                self._line += data[position:]
+                self._line = data[position:]
                 return
-            self._line, position = b"", end + len(_END)
-            self._header(line, bound)
+            self._header(data[position:end], bound)
+            position = end + len(_END)
 
     def _header(self, line: bytes, bound: int) -> None:
         kind, rest = line[:1], line[1:]
@@ -142,28 +137,28 @@ Command = tuple[bytes | str | int | memoryview, ...]
 _READ_BYTES: Final = 256 << 10
 """Read size on the socket, asyncio's maximum; smaller reads need more loop iterations."""
 _SPARE_CONNECTIONS: Final = 8
-"""For probes, renewals and checks, so that they do not wait for payload."""
+"""Additional connections for probes, renewals and checks, so that these do not wait for payload."""
 _SLOTS_REPLY_BYTES: Final = 8 << 20
-"""Worst-case reply size, with a different owner for each slot."""
+"""Maximum bytes of a reply to `CLUSTER SLOTS`, with a different owner for each slot."""
 _MOST_NODES: Final = 1024
 _MOST_ASKED: Final = 3
 """Maximum number of nodes asked for the slot owners before giving up."""
 
 
 class BoundedReader(asyncio.StreamReader):
-    """A stream that passes on no bytes of a reply that exceeds its bound.
+    """A stream reader that raises an error instead of returning bytes of a too long reply.
 
     hiredis reads a stream by `read` alone. The library's parser in Python does not: it takes over
     if hiredis is too old for the library, and must not read without bounds.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start with the first reply of a connection."""
+        """Create the reader of a new connection."""
         super().__init__(loop=loop)
         self._bounds = ReplyBounds()
 
     async def read(self, n: int = -1) -> bytes:
-        """Read bytes, and return them if they are within bounds.
+        """Read bytes, and return them if no reply exceeds a bound.
 
         Raises:
             ReplyError: They exceed a bound; the library closes the connection.
@@ -175,16 +170,16 @@ class BoundedReader(asyncio.StreamReader):
         return data
 
     async def readline(self) -> bytes:
-        """Raise ReplyError: nothing is read unchecked."""
+        """Raise ReplyError, because this method would read unchecked bytes."""
         raise ReplyError("redis-py parses without hiredis; install kvoffload-async[valkey]")
 
     async def readexactly(self, n: int) -> bytes:
-        """Raise ReplyError, like `readline`."""
+        """Raise ReplyError, because this method would read unchecked bytes."""
         return await self.readline()
 
 
 class RoutedConnection(Connection):
-    """The library's connection, which looks up address and login each time that it connects."""
+    """The library's connection, which looks up the address and credentials whenever it connects."""
 
     def __init__(
         self,
@@ -193,7 +188,7 @@ class RoutedConnection(Connection):
         log_in: Callable[[], Awaitable[Login]],
         **options: Any,  # noqa: ANN401 - as the library's
     ) -> None:
-        """Create it without connecting.
+        """Create a connection without connecting.
 
         Args:
             route: To the server.
@@ -206,13 +201,13 @@ class RoutedConnection(Connection):
         self._generation = route.generation
 
     async def connect(self) -> None:
-        """Connect unless connected; reconnect if the route was left since then."""
+        """Connect unless connected; reconnect if `Route.leave` was called since then."""
         if self.is_connected and self._generation != self._route.generation:
             await self.disconnect(nowait=True)
         await super().connect()  # type: ignore[no-untyped-call] # of the library
 
     async def _connect(self) -> None:
-        """Open the streams: the method that a connection of the library must have."""
+        """Open the streams; the library calls this method to connect."""
         self._generation = self._route.generation
         login = await self._log_in()
         self.password = login.password
@@ -228,60 +223,11 @@ class RoutedConnection(Connection):
         self._reader, self._writer = reader, asyncio.StreamWriter(transport, protocol, reader, loop)
 
 
-@dataclass(frozen=True, slots=True)
-class ValkeyConnection:
-    """Connection settings.
-
-    Attributes:
-        address: Address of the server.
-        is_cluster: Whether it is a node of a cluster.
-        connections: Maximum concurrent payload calls per direction and server.
-        connect_timeout_s: Timeout of connecting, in seconds.
-        read_password: Reads the password from a file; None: it is the address's.
-        ca_file: CA certificates to verify the server with; None: the system's.
-        cert_file: The client certificate.
-        key_file: The private key of that certificate.
-    """
-
-    address: Address
-    is_cluster: bool = False
-    connections: int = 8
-    connect_timeout_s: float = 5.0
-    read_password: Callable[[], str] | None = None
-    ca_file: str | None = None
-    cert_file: str | None = None
-    key_file: str | None = None
-
-    @property
-    def most_connections(self) -> int:
-        """Maximum connections per server, for both directions and calls without payload."""
-        return 2 * self.connections + _SPARE_CONNECTIONS
-
-    def read_login(self) -> Login:
-        """Return what to log in with now; reads files, so call it in a thread.
-
-        Raises:
-            ConfigError: A file is not usable.
-        """
-        read_password, tls = self.read_password, None
-        password = self.address.password if read_password is None else read_password()
-        if self.address.has_tls:
-            try:
-                tls = ssl.create_default_context(cafile=self.ca_file)
-                if self.cert_file or self.key_file:
-                    tls.load_cert_chain(cast("str", self.cert_file), self.key_file)
-            except (OSError, TypeError) as error:  # TypeError: a key without a certificate
-                raise ConfigError(
-                    f"tls_ca_file, tls_cert_file, tls_key_file: not usable ({error}); correct them"
-                ) from None
-        return Login(password, tls)
-
-
 @dataclass(slots=True)
 class _Client:
     library: Any  # untyped: raw commands have no reply types
     gate: asyncio.Semaphore
-    """The library raises if no connection is free; this semaphore makes callers wait."""
+    """Makes callers wait for a free connection, where the library would raise an error."""
     route: Route
 
 
@@ -290,8 +236,8 @@ _UNFIT: Final = (
     exceptions.BusyLoadingError,
     exceptions.ClusterDownError,  # and MasterDownError
 )
-"""Replies of a server that is not, or not yet, what its clients need; its address may lead to
-another one by now."""
+"""Error replies of a server that cannot serve clients, or not yet; its address may meanwhile lead
+to another server."""
 _MOST_NAMES: Final = 1024
 
 
@@ -304,15 +250,12 @@ class Nodes:
     Thread: loop.
     """
 
-    def __init__(self, connection: ValkeyConnection) -> None:
-        """Create without connecting.
-
-        Args:
-            connection: Connection settings.
-        """
-        self.connection = connection
+    def __init__(self, settings: ValkeySettings) -> None:
+        """Create without connecting."""
+        self.settings = settings
+        self._first: Node = settings.address.host, settings.address.port
         # Half of the time is left to connect.
-        self._lookups = Lookups(connection.connect_timeout_s / 2)
+        self._lookups = Lookups(settings.call_timeout_s / 2)
         self._clients: dict[Node, _Client] = {}
         self._owners: list[Node | None] = []
         """The owner of each slot, if a cluster's slots are known."""
@@ -320,7 +263,7 @@ class Nodes:
         """The node that last reported the slot owners."""
 
     def node_of(self, name: bytes) -> Node | None:
-        """Return the owner of a key; None: unknown, or there is one server."""
+        """Return the node that owns a key; None if it is unknown, or there is only one server."""
         return self._owners[key_slot(name)] if self._owners else None
 
     def owns_slots(self, node: Node) -> bool:
@@ -328,7 +271,7 @@ class Nodes:
         return node in self._owners
 
     def name_on(self, node: Node, stem: bytes) -> bytes | None:
-        """Return a key that a node owns: a stem and a number; None: not found, it owns little."""
+        """Return a key (`stem` and a number) that a node owns; None if none was found."""
         names = (b"%b%d" % (stem, number) for number in range(_MOST_NAMES))
         return next((name for name in names if self.node_of(name) == node), None)
 
@@ -347,7 +290,7 @@ class Nodes:
         nodes.sort(key=lambda node: node == doubted)
         for node in nodes:
             try:
-                async with asyncio.timeout(self.connection.connect_timeout_s / (_MOST_ASKED + 1)):
+                async with asyncio.timeout(self.settings.call_timeout_s / (_MOST_ASKED + 1)):
                     (slots,) = await self._run(node, [("CLUSTER", "SLOTS")], _SLOTS_REPLY_BYTES)
                 if isinstance(slots, Exception):
                     raise slots
@@ -374,7 +317,7 @@ class Nodes:
             Exception: The library's error; the node did not answer.
         """
         if node is None:
-            if self.connection.is_cluster:
+            if self.settings.is_cluster:
                 raise TierUnavailableError("no node of the cluster owns these keys")
             node = self._first
         replies = await self._run(node, commands, most_bytes)
@@ -385,10 +328,6 @@ class Nodes:
     async def close(self) -> None:
         """Close all connections; may be repeated."""
         await self._close(set(self._clients))
-
-    @property
-    def _first(self) -> Node:
-        return self.connection.address.host, self.connection.address.port
 
     async def _run(self, node: Node, commands: Sequence[Command], most_bytes: int) -> list[Any]:
         client = self._clients.get(node) or self._open(node)
@@ -411,36 +350,37 @@ class Nodes:
     def _open(self, node: Node) -> _Client:
         if len(self._clients) >= _MOST_NODES:
             raise ReplyError(f"the cluster names more than {_MOST_NODES} nodes")
-        connection = self.connection
-        route = Route(*node, self._lookups, connection.connect_timeout_s)
+        settings = self.settings
+        most_connections = 2 * settings.connections + _SPARE_CONNECTIONS  # for both directions
+        route = Route(*node, self._lookups, settings.call_timeout_s)
         pool = ConnectionPool(
             RoutedConnection,
-            max_connections=connection.most_connections,
+            max_connections=most_connections,
             route=route,
             log_in=self._log_in,
-            db=connection.address.database,
-            username=connection.address.username,
+            db=settings.address.database,
+            username=settings.address.username,
             # Deadlines, retries and their counters are in `Calls`.
             socket_timeout=None,
-            socket_connect_timeout=connection.connect_timeout_s,
+            socket_connect_timeout=settings.call_timeout_s,
             retry=Retry(NoBackoff(), 0),
             protocol=2,
             socket_read_size=_READ_BYTES,
         )
-        gate = asyncio.Semaphore(connection.most_connections)
+        gate = asyncio.Semaphore(most_connections)
         client = self._clients[node] = _Client(Redis.from_pool(pool), gate, route)
         return client
 
     async def _log_in(self) -> Login:
-        connection = self.connection
-        if connection.read_password is None and not connection.address.has_tls:
-            return Login(connection.address.password)
-        return await self._lookups.run("credentials", connection.read_login)
+        settings = self.settings
+        if settings.password_file is None and not settings.address.has_tls:
+            return settings.read_login()  # reads no file
+        return await self._lookups.run("credentials", settings.read_login)
 
     async def _redirect(
         self, commands: Sequence[Command], replies: list[Any], most_bytes: int
     ) -> None:
-        """Repeat commands on the nodes to which their keys have moved or are moving."""
+        """Repeat commands on the nodes to which their keys have been or are being moved."""
         moved: dict[Node, list[int]] = {}
         for i, reply in enumerate(replies):
             if isinstance(reply, exceptions.AskError):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import chain, combinations, product
 from typing import Any
 
-from core.terms import k
+from core.terms import k, ranked
 from core.tiers import NativeTier
 from core.world import DOWN, NEVER_OPENS
 
@@ -155,8 +155,8 @@ class Host:
         self.planner.room.most_early, self.planner.room.early_s = setting.early, setting.early_s
         self._see_whole_grants()
         if not setting.writes_back:
-            self.planner.cascades.defer = lambda index, keys, now_s: 0
-            self.planner.cascades.send = lambda index, request, keys, now_s: None
+            self.planner.cascades.defer = lambda index, keys: 0
+            self.planner.cascades.send = lambda *_, **_options: None
         self.now_s = 0.0
         self.failures, self.resets = setting.failures, setting.resets
         self.requests: list[ReqContext | None] = [None] * len(setting.runs)
@@ -550,7 +550,7 @@ class Host:
         blocks = [
             (self.names[key], pins, debts.get(slot, 0)) for key, slot, pins in primary.resident()
         ]
-        order = self._letters(primary.ranked()) if self.setting.victims == "oldest" else None
+        order = self._letters(ranked(primary)) if self.setting.victims == "oldest" else None
         return tuple(sorted(blocks)), order
 
     def _tier(self, index):

@@ -19,8 +19,9 @@ from typing import BinaryIO, Final
 
 from kvoffload_async.errors import ConfigError, InputError, OffloadError
 from kvoffload_async.facade.spec import TieringOffloadingSpec
+from kvoffload_async.replay.drivers import ReplayOptions
 from kvoffload_async.replay.report import Report
-from kvoffload_async.replay.run import ReplayOptions, replay
+from kvoffload_async.replay.run import replay
 from kvoffload_async.replay.source import RequestSource
 from laboratory.fleet.process import DONE, ENDED, FAILED, READY, Start, answer
 
@@ -46,9 +47,6 @@ class PipedRequests(RequestSource):
             yield json.loads(line)
             report = None if self.report_so_far is None else self.report_so_far()
             self._say(answer(DONE, report))
-
-    def _fraction_of_all(self) -> float:
-        return 0.0
 
 
 def serve(lines: BinaryIO, say: Callable[[bytes], None]) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kvoffload_async import ConfigError, OffloadConfig, TieringOffloadingSpec
-from kvoffload_async.cli.settings import Flags, ScratchFolder, resolve
+from kvoffload_async.cli.settings import ReplayFlags, ScratchFolder, resolve
 from kvoffload_async.errors import InputError
 from kvoffload_async.replay.source import ChatWorkload
 from laboratory.fleet.plan import AFFINITY, RANDOM, Equipment, UnboundedCache, spread
@@ -109,7 +109,7 @@ def test_a_fleet_that_shares_nothing_is_refused(tmp_path):
 
 def test_the_built_in_workload_has_a_shared_tier_and_own_ones_for_a_fleet():
     with ScratchFolder() as scratch:
-        equipment = Equipment(resolve(Flags(), scratch).config, Path(scratch.path))
+        equipment = Equipment(resolve(ReplayFlags(), scratch).config, Path(scratch.path))
         assert equipment.shared_names == ["fs"]
         for member in range(2):
             TieringOffloadingSpec(equipment.of(member, "lockstep", shares=True, remembers=True))

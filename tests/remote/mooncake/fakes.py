@@ -67,7 +67,7 @@ class FakeStore:
 
     def value_of(self, tier, key):
         """Return the path of a block's value."""
-        (name,) = tier._state.names([key])
+        (name,) = tier._names([key])
         return self.folder / hashlib.sha256(name.encode()).hexdigest()
 
     def damage(self, tier, key):

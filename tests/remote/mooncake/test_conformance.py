@@ -19,7 +19,7 @@ class TestMooncakeTier(TierConformance):
     def damage(self, tier, key):
         """Put another value where the block was."""
         store = self.master.host.store
-        (name,) = tier._state.names([key])
+        (name,) = tier._names([key])
         value = np.frombuffer(store.get(name), dtype=np.uint8).copy()
         if not len(value):
             return False

@@ -51,7 +51,7 @@ def net_rows(pid, name):
 
 
 def damage(tier, key, master):
-    store, name = master.host.store, tier._state.names([key])[0]
+    store, name = master.host.store, tier._names([key])[0]
     value = np.frombuffer(store.get(name), dtype=np.uint8).copy()
     value[-1] ^= 1
     assert store.remove(name, True) == store.put(name, value.tobytes()) == 0

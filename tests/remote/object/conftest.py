@@ -5,7 +5,7 @@ from remote.object.tiers import BLOCK_BYTES, tier_on
 from servers.proxy import Proxy
 
 from kvoffload_async.testing import TierHarness
-from kvoffload_async.tiers.object.client import ObjectConnection
+from kvoffload_async.tiers.object.tier import ObjectOptions
 
 _numbers = itertools.count()
 
@@ -29,7 +29,7 @@ def proxy(server):
 
 @pytest.fixture
 def connection(tmp_path):
-    return ObjectConnection(f"file://{tmp_path}/blocks")
+    return ObjectOptions(url=f"file://{tmp_path}/blocks")
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from remote.object.tiers import tier_on
 from kvoffload_async import SecondaryTierFactory
 from kvoffload_async.errors import StateError
 from kvoffload_async.testing.harness import TierHarness, key_of
-from kvoffload_async.tiers.object.client import ObjectConnection
+from kvoffload_async.tiers.object.tier import ObjectOptions
 
 KEYS = [key_of(number) for number in range(4)]
 DEADLINE_S = 60
@@ -30,7 +30,7 @@ def use(connection):
 
 
 def main(url, when):
-    connection = ObjectConnection(url)
+    connection = ObjectOptions(url=url)
     if when == "unused":
         SecondaryTierFactory.check_config({"type": "object", "url": url, "model": "m"})
     else:

@@ -4,7 +4,7 @@ import pytest
 from remote.object.tiers import damage, tier_on
 
 from kvoffload_async.testing import TierConformance
-from kvoffload_async.tiers.object.client import ObjectConnection
+from kvoffload_async.tiers.object.tier import ObjectOptions
 
 
 class TestObjectTierInADirectory(TierConformance):
@@ -13,7 +13,7 @@ class TestObjectTierInADirectory(TierConformance):
 
     @pytest.fixture
     def connection(self, tmp_path):
-        return ObjectConnection(f"file://{tmp_path}/blocks")
+        return ObjectOptions(url=f"file://{tmp_path}/blocks")
 
     @pytest.fixture
     def tier(self, connection):

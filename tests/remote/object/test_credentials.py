@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import threading
-from dataclasses import replace
 
 import pytest
 from remote.object.tiers import tier_on
@@ -14,7 +13,8 @@ from servers.scripted_http import ScriptedServer
 
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.testing import TierHarness
-from kvoffload_async.tiers.object.client import ObjectClient, ObjectConnection
+from kvoffload_async.tiers.object.client import ObjectClient
+from kvoffload_async.tiers.object.tier import ObjectOptions, StoreOptionsFile
 from kvoffload_async.tiers.remote.client import RefusedError
 
 pytest.importorskip("obstore", reason="needs the extra object")
@@ -51,7 +51,7 @@ def test_a_new_service_account_is_used_after_the_old_one_was_refused(tmp_path):
 
         async def is_refused():
             try:
-                await client.check()
+                await client.check(None)
             except Exception as error:  # noqa: BLE001 - the library's, or of the file
                 return isinstance(client.mapped(error), RefusedError)
             return False
@@ -63,7 +63,7 @@ def test_a_new_service_account_is_used_after_the_old_one_was_refused(tmp_path):
         assert await is_refused()
         file.write_text("{}")
         with pytest.raises(ConfigError, match="cannot be used with the given options"):
-            await client.check()
+            await client.check(None)
         file.write_text(new_account(2, server.port))
         assert await is_refused()
         valid.add("2")
@@ -71,18 +71,20 @@ def test_a_new_service_account_is_used_after_the_old_one_was_refused(tmp_path):
 
     with ScriptedServer(answer) as server:
         file.write_text(new_account(1, server.port))
-        options = {"service_account": str(file)}
-        asyncio.run(run(ObjectConnection("gs://bucket", options, allow_http=True)))
+        options = {"service_account": str(file), "allow_http": True}
+        asyncio.run(run(ObjectOptions(url="gs://bucket", store_options=options)))
 
 
 def test_no_file_is_read_on_the_loop_whose_other_tiers_would_hang_with_it(connection):
     names = []
 
-    def read_more():
-        names.append(threading.current_thread().name)
-        return {}
+    class Watched(StoreOptionsFile):
+        def read(self, redact):
+            names.append(threading.current_thread().name)
+            return {}
 
-    with TierHarness(tier_on(replace(connection, read_more=read_more)), 64) as harness:
+    options_file = Watched("/", "store_options_file")
+    with TierHarness(tier_on(connection, options_file=options_file), 64) as harness:
 
         async def loops_thread():
             return threading.current_thread().name

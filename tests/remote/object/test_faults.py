@@ -1,6 +1,7 @@
 """A real S3 server behind a network that breaks, and one that refuses."""
 
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import obstore
 import pytest
@@ -18,7 +19,9 @@ from kvoffload_async.errors import (
 )
 from kvoffload_async.testing import TierHarness
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers.object.client import ObjectClient, ObjectConnection
+from kvoffload_async.tiers.object import client as client_module
+from kvoffload_async.tiers.object.client import ObjectClient
+from kvoffload_async.tiers.object.tier import ObjectOptions
 from kvoffload_async.tiers.remote.client import RefusedError, ValueExistsError
 
 K = [key_of(number) for number in range(64)]
@@ -51,9 +54,10 @@ _NO_ANSWER = {CallTimeoutError, TierTimeoutError, TierUnavailableError}
 
 @pytest.mark.parametrize("in_body", [False, True])
 def test_a_timeout_of_the_librarys_own_is_counted_and_leaves_a_doubt(
-    server, proxy, prefix, in_body
+    server, proxy, prefix, in_body, monkeypatch
 ):
-    connection = server.connection(prefix, port=proxy.port, timeout_s=0.4)
+    connection = server.connection(prefix, port=proxy.port)
+    monkeypatch.setattr(client_module, "timedelta", lambda seconds: timedelta(seconds=0.4))
     options = {"call_timeout_s": 30.0, "job_timeout_s": 30.0, "max_retries": 0}
     with open_on(connection, **options) as harness:
         harness.store(K[:1])
@@ -220,7 +224,7 @@ def test_names_are_spread_over_prefixes_and_a_description_says_whose_they_are(se
 @pytest.fixture(params=["directory", "S3"])
 def connection(request, tmp_path):
     if request.param == "directory":
-        return ObjectConnection(f"file://{tmp_path}/blocks")
+        return ObjectOptions(url=f"file://{tmp_path}/blocks")
     server = request.getfixturevalue("server")
     return server.connection(request.getfixturevalue("prefix"))
 
@@ -281,7 +285,7 @@ def test_an_object_that_is_too_long_is_not_read(connection):
     ],
 )
 def test_an_error_of_the_library_is_named_by_what_it_means(text, kind, tmp_path):
-    client = ObjectClient(ObjectConnection(f"file://{tmp_path}/blocks").open(), "0" * 32, {})
+    client = ObjectClient(ObjectOptions(url=f"file://{tmp_path}/blocks").open(), "0" * 32, {})
     error = client.mapped(obstore.exceptions.GenericError(text))
     assert type(error) is kind
     assert "s3cret" not in str(error)

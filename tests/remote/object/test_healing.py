@@ -11,14 +11,15 @@ from remote.object.tiers import names_in
 from servers.scripted_http import ScriptedServer
 
 from kvoffload_async.errors import BlockMissingError, CorruptBlockError
-from kvoffload_async.tiers.object.client import ObjectClient, ObjectConnection, renewal_name_of
+from kvoffload_async.tiers.object.client import ObjectClient, renewal_name_of
+from kvoffload_async.tiers.object.tier import ObjectOptions
 from kvoffload_async.tiers.remote.client import RefusedError, ValueExistsError
 
 
 @pytest.fixture(params=["directory", pytest.param("S3", marks=pytest.mark.servers)])
 def connection(request, tmp_path):
     if request.param == "directory":
-        return ObjectConnection(f"file://{tmp_path}/blocks")
+        return ObjectOptions(url=f"file://{tmp_path}/blocks")
     server = request.getfixturevalue("server")
     return server.connection(request.getfixturevalue("prefix"))
 
@@ -84,8 +85,9 @@ def test_google_cloud_storage_is_told_the_generation_that_is_overwritten():
         options = {
             "base_url": f"http://127.0.0.1:{server.port}",
             "service_account_key": json.dumps(account | {"disable_oauth": True}),
+            "allow_http": True,
         }
-        store = ObjectConnection("gs://bucket", options, allow_http=True).open()
+        store = ObjectOptions(url="gs://bucket", store_options=options).open()
         client = ObjectClient(store, "0" * 32, {})
 
         async def remove():
@@ -105,7 +107,8 @@ def test_a_bad_object_that_has_changed_meanwhile_is_neither_emptied_nor_deleted(
 
     with ScriptedServer(answer) as server:
         options = {"endpoint": f"http://127.0.0.1:{server.port}", "skip_signature": True}
-        store = ObjectConnection("s3://bucket", options, allow_http=True).open()
+        options["allow_http"] = True
+        store = ObjectOptions(url="s3://bucket", store_options=options).open()
         client = ObjectClient(store, "0" * 32, {})
 
         async def remove():
@@ -144,7 +147,8 @@ def test_of_two_hosts_that_overwrite_an_emptied_object_the_first_one_wins(
 def test_what_the_server_forbids_to_delete_is_known_by_its_answer():
     with ScriptedServer(lambda request: request.reply(403, b"<Code>AccessDenied</Code>")) as server:
         options = {"endpoint": f"http://127.0.0.1:{server.port}", "skip_signature": True}
-        store = ObjectConnection("s3://bucket", options, allow_http=True).open()
+        options["allow_http"] = True
+        store = ObjectOptions(url="s3://bucket", store_options=options).open()
         with pytest.raises(obstore.exceptions.PermissionDeniedError) as raised:
             obstore.delete(store, "name")
         assert server.requests[0][0] == "DELETE"

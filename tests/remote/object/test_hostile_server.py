@@ -6,7 +6,7 @@ from urllib.parse import quote
 
 import obstore
 import pytest
-from remote.object.tiers import BLOCK_BYTES, QUICK, K, tier_on
+from remote.object.tiers import BLOCK_BYTES, QUICK, K, set_environment, tier_on
 from servers.scripted_http import ScriptedServer
 from servers.seaweedfs import tier_config
 from typer.testing import CliRunner
@@ -15,12 +15,9 @@ from kvoffload_async import SecondaryTierFactory
 from kvoffload_async.cli.app import app
 from kvoffload_async.errors import ConfigError, CorruptBlockError, TierUnavailableError
 from kvoffload_async.testing import TierHarness
-from kvoffload_async.tiers.object.client import (
-    ObjectClient,
-    ObjectConnection,
-    permitted_hosts,
-    text_of,
-)
+from kvoffload_async.tiers.object.client import ObjectClient, text_of
+from kvoffload_async.tiers.object.endpoints import permitted_hosts
+from kvoffload_async.tiers.object.tier import ObjectOptions
 from kvoffload_async.tiers.remote.client import RefusedError
 
 ACCESS_KEY = "s3cret/key+of=tests"
@@ -40,13 +37,19 @@ def s3_at(server, **options):
         "access_key_id": "AKIDEXAMPLE",
         "secret_access_key": ACCESS_KEY,
     }
-    return ObjectConnection("s3://bucket/fleet", given | options, allow_http=True)
+    given |= options | {"allow_http": True}
+    return ObjectOptions(url="s3://bucket/fleet", store_options=given)
 
 
 def azure_at(server):
     sas = f"sv=2022-11-02&sp=rwdl&sig={quote(SIGNATURE, safe='')}"
-    options = {"endpoint": f"http://127.0.0.1:{server.port}", "account_name": "account"}
-    return ObjectConnection("az://account/blocks", options | {"sas_key": sas}, allow_http=True)
+    given = {
+        "endpoint": f"http://127.0.0.1:{server.port}",
+        "account_name": "account",
+        "sas_key": sas,
+        "allow_http": True,
+    }
+    return ObjectOptions(url="az://account/blocks", store_options=given)
 
 
 @pytest.fixture(autouse=True)
@@ -202,8 +205,7 @@ def test_jobs_on_such_a_server_have_no_secret_in_their_errors(connection_to, cap
 
 def test_the_command_on_such_a_server_says_no_secret(monkeypatch):
     with ScriptedServer(echo) as server:
-        for name, value in s3_at(server).options.items():
-            monkeypatch.setenv(f"AWS_{name.upper()}", value)
+        set_environment(monkeypatch, s3_at(server))
         done = CliRunner().invoke(app, ["store", "verify", "s3://bucket/fleet"])
     assert done.exit_code != 0
     assert "EchoedRequest" in done.output + done.stderr
@@ -263,8 +265,7 @@ def test_the_command_reads_no_object_further_than_it_was_listed(monkeypatch):
             request.reply(200, f"<ListBucketResult>{content}</ListBucketResult>".encode())
 
     with ScriptedServer(answer) as server:
-        for option, value in s3_at(server).options.items():
-            monkeypatch.setenv(f"AWS_{option.upper()}", value)
+        set_environment(monkeypatch, s3_at(server))
         done = CliRunner().invoke(app, ["store", "verify", "s3://bucket/fleet"])
     assert "longer than listed" in done.output + done.stderr
     assert 0 < server.poured_bytes < MOST_SENT_BYTES

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import obstore
 import pytest
-from remote.object.tiers import damage, names_in, tier_on
+from remote.object.tiers import damage, names_in, set_environment, tier_on
 from servers import seaweedfs
 from typer.testing import CliRunner
 
@@ -14,12 +14,8 @@ from kvoffload_async.cli.app import app
 from kvoffload_async.testing import TierHarness
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.files.digests import IntegrityKey
-from kvoffload_async.tiers.object.client import (
-    ObjectConnection,
-    key_of_name,
-    name_of,
-    renewal_name_of,
-)
+from kvoffload_async.tiers.object.client import key_of_name, name_of, renewal_name_of
+from kvoffload_async.tiers.object.tier import ObjectOptions
 
 K = [key_of(number) for number in range(10)]
 BLOCK_BYTES = 4096
@@ -31,7 +27,7 @@ class Store:
 
     def __init__(self, folder, **options):
         self.folder = folder
-        self.connection = ObjectConnection(f"file://{folder}")
+        self.connection = ObjectOptions(url=f"file://{folder}")
         with TierHarness(tier_on(self.connection, **options)) as harness:
             assert harness.store(K) == {}
             self.namespace = harness.tier._client._namespace
@@ -234,8 +230,7 @@ def test_a_store_on_s3_is_verified_with_what_the_environment_says(server, prefix
     connection = server.connection(prefix)
     with TierHarness(tier_on(connection)) as harness:
         harness.store(K)
-    for name, value in connection.options.items():
-        monkeypatch.setenv(f"AWS_{name.upper()}", value)
+    set_environment(monkeypatch, connection)
     url = f"s3://{seaweedfs.BUCKET}/{prefix}"
     done = CliRunner().invoke(app, ["store", "verify", url, "--json"])
     assert done.exit_code == 0

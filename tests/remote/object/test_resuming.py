@@ -9,7 +9,7 @@ from contextlib import aclosing
 
 import obstore
 import pytest
-from remote.object.tiers import names_in, tier_on
+from remote.object.tiers import names_in, set_environment, tier_on
 from typer.testing import CliRunner
 
 from kvoffload_async.abc.maintenance import GcOptions, MaintenanceControl, Removal, Summary
@@ -34,8 +34,7 @@ def connection(server, prefix, monkeypatch):
     for key in (None, IntegrityKey(b"k" * 32)):
         with TierHarness(tier_on(connection, integrity_key=key)) as harness:
             assert harness.store(K) == {}
-    for name, value in connection.options.items():
-        monkeypatch.setenv(f"AWS_{name.upper()}", value)
+    set_environment(monkeypatch, connection)
     monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
     return connection
 

@@ -84,14 +84,51 @@ def test_a_gap_costs_the_load_of_its_block_and_is_filled_by_a_store(host, connec
 
 
 @pytest.mark.parametrize("block_bytes", [256 << 10, 2 << 20])
-def test_64_blocks_cost_a_head_and_a_put_each_to_store_and_a_get_each_to_load(host, block_bytes):
-    def requests(harness, call):
-        before = harness.tier.gauges()["requests"]
-        assert call(harness)
-        return harness.tier.gauges()["requests"] - before
-
+def test_64_blocks_cost_a_put_each_to_store_after_a_look_up_and_a_get_each_to_load(
+    host, block_bytes
+):
     writer, reader = (host(block_bytes, negative_cache_ttl_s=600.0) for _ in range(2))
     assert requests(writer, lambda one: head(one, K) == 0) == 1
-    assert requests(writer, lambda one: one.store(K) == {}) == 63 + 64, "one is known to be absent"
+    assert requests(writer, lambda one: one.store(K) == {}) == 64
     assert requests(reader, lambda one: head(one, K) == 64) == 2
     assert requests(reader, lambda one: loads(one, K)) == 64
+
+
+def test_without_a_look_up_or_a_cache_64_blocks_cost_a_head_and_a_put_each_to_store(host):
+    remembers, forgets = host(negative_cache_ttl_s=600.0), host()
+    assert requests(remembers, lambda one: one.store(K[:32]) == {}) == 2 * 32
+    assert head(forgets, K[32:]) == 0
+    assert requests(forgets, lambda one: one.store(K[32:]) == {}) == 2 * 32
+
+
+def test_the_blocks_behind_a_prefix_cost_a_put_each_to_store(host):
+    writer, other = host(), host(negative_cache_ttl_s=600.0)
+    assert writer.store(K[:20]) == {}
+    assert head(other, K) == 20
+    assert requests(other, lambda one: one.store(K[20:]) == {}) == 44
+    assert loads(writer, K)
+
+
+def test_a_stored_block_behind_an_absent_one_is_not_overwritten(host):
+    one, other = host(), host(negative_cache_ttl_s=600.0)
+    assert one.store([*K[:2], K[5]]) == {}
+    assert head(other, K[:8]) == 2
+    assert requests(other, lambda one: one.store(K[:8]) == {}) == 2 + 6
+    assert other.tier.gauges()["present_blocks"] == 3
+    assert loads(one, K[:8])
+
+
+def test_a_look_up_answered_by_the_cache_prolongs_no_cached_answer(host):
+    one = host(negative_cache_ttl_s=600.0)
+    assert head(one, K) == 0
+    before = dict(one.tier._memory._absent._expiry)
+    assert len(before) == len(K)
+    assert requests(one, lambda one: head(one, K) == 0) == 0
+    assert one.tier._memory._absent._expiry == before
+
+
+def requests(harness, call):
+    """Return how many requests a successful call costs."""
+    before = harness.tier.gauges()["requests"]
+    assert call(harness)
+    return harness.tier.gauges()["requests"] - before

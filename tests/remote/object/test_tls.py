@@ -4,7 +4,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from remote.object.tiers import tier_on
+from remote.object.tiers import set_environment, tier_on
 from servers import seaweedfs
 from servers.proxy import Proxy
 from servers.tls import Authority
@@ -32,10 +32,14 @@ def tls_proxy(server, authority):
         yield proxy
 
 
+def encrypted(connection):
+    return replace(connection, store_options=connection.store_options | {"allow_http": False})
+
+
 @pytest.fixture
 def connection(server, tls_proxy, prefix):
     connection = server.connection(prefix, endpoint=f"https://127.0.0.1:{tls_proxy.port}")
-    return replace(connection, allow_http=False)
+    return encrypted(connection)
 
 
 def test_blocks_go_through_tls_and_are_verified(connection, authority):
@@ -62,7 +66,7 @@ def test_new_certificates_are_trusted_once_the_file_has_them(
         Proxy(old.port) as front,
     ):
         connection = server.connection(prefix, endpoint=f"https://127.0.0.1:{front.port}")
-        connection = replace(connection, allow_http=False, ca_file=str(ca_file))
+        connection = replace(encrypted(connection), ca_file=str(ca_file))
         with TierHarness(tier_on(connection)) as harness:
             assert harness.store(K) == {}
             front.lead_to(new.port)
@@ -90,8 +94,7 @@ def test_the_option_of_a_configuration_leads_there(connection, authority):
 def test_the_command_trusts_what_the_environment_says(connection, authority, monkeypatch):
     with TierHarness(tier_on(replace(connection, ca_file=authority.ca_file))) as harness:
         assert harness.store(K) == {}
-    for name, value in connection.options.items():
-        monkeypatch.setenv(f"AWS_{name.upper()}", value)
+    set_environment(monkeypatch, connection)
     monkeypatch.setenv("SSL_CERT_FILE", authority.ca_file)
     done = CliRunner().invoke(app, ["store", "verify", connection.url, "--json"])
     assert done.exit_code == 0, done.output

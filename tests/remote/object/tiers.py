@@ -1,10 +1,11 @@
 """Bare `object` tiers for tests: no memory of answers unless asked for."""
 
+from dataclasses import replace
+
 import obstore
 
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers.object.tier import ObjectSettings, ObjectTier
-from kvoffload_async.tiers.remote.settings import RemoteSettings
+from kvoffload_async.tiers.object.tier import ObjectTier
 
 BLOCK_BYTES = 4096
 K = [key_of(number) for number in range(64)]
@@ -12,8 +13,15 @@ QUICK = {"call_timeout_s": 2.0, "job_timeout_s": 8.0, "probe_timeout_s": 4.0}
 
 
 def tier_on(connection, **options):
-    remote = RemoteSettings(**{"positive_cache_ttl_s": 0.0, "negative_cache_ttl_s": 0.0} | options)
-    return ObjectTier(ObjectSettings(connection=connection, remote=remote))
+    options = {"positive_cache_ttl_s": 0.0, "negative_cache_ttl_s": 0.0} | options
+    return ObjectTier(replace(connection, **options))
+
+
+def set_environment(monkeypatch, connection):
+    """Set the variables that say what the options of a store in S3 say."""
+    for name, value in connection.store_options.items():
+        if name != "allow_http":
+            monkeypatch.setenv(f"AWS_{name.upper()}", value)
 
 
 def names_in(connection):

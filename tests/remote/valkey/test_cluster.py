@@ -135,7 +135,7 @@ def test_what_the_other_nodes_have_is_served_while_one_is_down(own_cluster, how,
             assert all(harness.holds(K[i], i) for i in range(len(K)) if i not in lost)
             assert harness.contains(K) == {K[i] for i in range(len(K)) if i not in lost}
             assert sorted(harness.store(K)) == lost
-        harness.run(harness.tier._client.check())
+        harness.run(harness.tier._client.check(None))
         down.start() if how == "kill" else down.thaw()
         wait_until(lambda: harness.contains(K) == set(K))
         assert harness.load(K) == {}
@@ -257,7 +257,7 @@ def test_a_check_proves_that_a_node_accepts_writes(own_cluster):
         client = harness.tier._client
         for node in own_cluster:
             before = calls_of(node, "set")
-            harness.run(client.check_server(("127.0.0.1", node.port)))
+            harness.run(client.check(("127.0.0.1", node.port)))
             assert calls_of(node, "set") > before
             with node.client() as plain:
                 proofs = [name for name in plain.keys("kvo:*") if b"?" in name]

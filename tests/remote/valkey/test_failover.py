@@ -141,7 +141,7 @@ def test_a_replica_that_has_lost_its_primary_is_left(pair):
 async def check_at_once(harness):
     async with asyncio.TaskGroup() as group:
         for _ in range(8):
-            group.create_task(harness.tier._client.check())
+            group.create_task(harness.tier._client.check(None))
 
 
 @pytest.mark.parametrize("code", ["READONLY", "LOADING", "MASTERDOWN", "CLUSTERDOWN"])

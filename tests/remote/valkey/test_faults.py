@@ -289,7 +289,7 @@ def test_calls_wait_where_every_connection_is_in_use(server):
         async def check_at_once():
             async with asyncio.TaskGroup() as group:
                 for _ in range(64):
-                    group.create_task(client.check())
+                    group.create_task(client.check(None))
 
         harness.run(check_at_once())
         with server.client() as plain:

@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from kvoffload_async.tiers.valkey.address import Address
-from kvoffload_async.tiers.valkey.tier import ValkeySettings, ValkeyTier
+from kvoffload_async.tiers.valkey.address import Address, ValkeySettings
+from kvoffload_async.tiers.valkey.tier import ValkeyTier
 
 QUICK = {"call_timeout_s": 2.0, "job_timeout_s": 8.0, "probe_timeout_s": 4.0}
 

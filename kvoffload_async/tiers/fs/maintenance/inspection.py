@@ -1,4 +1,4 @@
-"""Namespaces in a directory: their contents, figures and problems, and whether blocks are valid."""
+"""Finds and inspects the namespaces in a directory, and verifies their blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from kvoffload_async.tiers.files.digests import IntegrityKey
 from kvoffload_async.tiers.files.maintenance import BadBlock, MaintenanceIo, Verdict, folders_in
@@ -23,7 +23,7 @@ from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE, AttributeDigest
 from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX, Namespace, counted_bytes, has_vllms_layout
 from kvoffload_async.tiers.fs.usage import Usage, read_usage
 from kvoffload_async.tiers.fs.walk import writer_of
-from kvoffload_async.tiers.fs.writers import WriterRegistry
+from kvoffload_async.tiers.fs.writers import WriterRegistry, Writers
 from kvoffload_async.types import OffloadKey
 
 _FOLDER: Final = re.compile(
@@ -38,24 +38,17 @@ class FoundNamespace(Namespace):
 
     Attributes:
         name: Name of the folder.
-        has_manifest: Whether its `config.json` is a JSON object, then available as `fields`.
+        has_manifest: Whether its `config.json` was read: it is a JSON object, in `fields`.
     """
 
-    def __init__(
-        self,
-        root_dir: str,
-        match: re.Match[str],
-        fields: Mapping[str, Any] | None,
-        *,
-        is_vllms: bool,
-    ) -> None:
+    def __init__(self, root_dir: str, match: re.Match[str], *, is_vllms: bool) -> None:
         self.name = match[0]
-        self.has_manifest = fields is not None
-        self.fields = dict(fields or {})
+        self.has_manifest = False
+        self.fields = {}
         self.rank = int(match["rank"])
         self.is_vllms = is_vllms
         self.digest = match["digest"]
-        self.config_path = _manifest_path(root_dir, match)
+        self.config_path = f"{root_dir}/{match['base']}/config.json"
         self.folder = f"{root_dir}/{self.name}"
 
     @property
@@ -72,45 +65,30 @@ async def find_namespaces(io: MaintenanceIo, directory: str) -> list[FoundNamesp
     Raises:
         OSError: The directory cannot be read.
     """
-    return [
-        FoundNamespace(
-            directory,
-            match,
-            await read_manifest(io, _manifest_path(directory, match)),
-            is_vllms=has_vllms_layout(names),
-        )
-        for match, names in await io.run(_list_namespaces, io.ops, directory)
-    ]
+    namespaces = await io.run(_list_namespaces, io.ops, directory)
+    for namespace in namespaces:
+        with contextlib.suppress(OSError, ValueError, RecursionError):  # missing or unreadable
+            fields = json.loads(await io.read_file(namespace.config_path, _MAX_MANIFEST_BYTES))
+            if isinstance(fields, dict):
+                namespace.fields, namespace.has_manifest = fields, True
+    return namespaces
 
 
-def _list_namespaces(ops: FileOps, directory: str) -> list[tuple[re.Match[str], list[str]]]:
-    """Return the names of the namespaces in a directory, each with the names of its entries."""
+def _list_namespaces(ops: FileOps, directory: str) -> list[FoundNamespace]:
     namespaces = []
     found = (path.rpartition("/")[2] for path in folders_in(ops, directory))
     for match in filter(None, map(_FOLDER.fullmatch, found)):
         names: list[str] = []
         with contextlib.suppress(OSError):  # reported when it is walked
             names = names_in(ops, f"{directory}/{match[0]}")
-        namespaces.append((match, names))
+        is_vllms = has_vllms_layout(names)
+        namespaces.append(FoundNamespace(directory, match, is_vllms=is_vllms))
     return namespaces
-
-
-async def read_manifest(io: MaintenanceIo, path: str) -> Mapping[str, Any] | None:
-    """Return a run configuration, or None if it is missing or unreadable."""
-    try:
-        fields = json.loads(await io.read_file(path, _MAX_MANIFEST_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return None
-    return fields if isinstance(fields, dict) else None
-
-
-def _manifest_path(root_dir: str, match: re.Match[str]) -> str:
-    return f"{root_dir}/{match['base']}/config.json"
 
 
 @dataclass(frozen=True, slots=True)
 class FoundFile:
-    """A file; `disk_bytes` are allocated bytes, `modified_s` is in seconds since 1970."""
+    """A found file; `disk_bytes` are allocated bytes, `modified_s` is in seconds since 1970."""
 
     path: str
     length_bytes: int
@@ -127,7 +105,7 @@ class FoundBlock(FoundFile):
 
 @dataclass(slots=True)
 class Scan:
-    """Result of a walk.
+    """Result of a walk over a namespace.
 
     Attributes:
         blocks: Files with the path of a block.
@@ -152,7 +130,7 @@ class Scan:
     def take_in(
         self, namespace: FoundNamespace, entries: list[Entry], error: OSError | None, folder: str
     ) -> None:
-        """Add the entries of a folder, and the error if they are incomplete."""
+        """Add the entries of a folder, and the error if listing them failed."""
         if error is not None:
             self.unreadable.append(f"{folder}: {error.strerror or error}")
         for path, status in entries:
@@ -172,12 +150,10 @@ class Scan:
         if name.startswith("."):
             return
         file = (path, status.st_size, allocated_bytes, status.st_mtime)
-        key = namespace.key_of(path)
-        if not stat_module.S_ISREG(status.st_mode):
-            self.unknown_files.append(FoundFile(*file))
-        elif key is not None:
+        is_file, key = stat_module.S_ISREG(status.st_mode), namespace.key_of(path)
+        if is_file and key is not None:
             self.blocks.append(FoundBlock(*file, key))
-        elif name.endswith(TEMP_SUFFIX):
+        elif is_file and name.endswith(TEMP_SUFFIX):
             self.temps.append(FoundFile(*file))
         else:
             self.unknown_files.append(FoundFile(*file))
@@ -201,7 +177,7 @@ async def scan_namespace(io: MaintenanceIo, namespace: FoundNamespace) -> Scan:
 
 
 def _found(entries: Callable[[], Iterable[Entry]]) -> tuple[list[Entry], OSError | None]:
-    """Return entries, and the error if they are incomplete; none of a folder that is gone."""
+    """Return a folder's entries, none if it is missing, and the error if they are incomplete."""
     found: list[Entry] = []
     try:
         found.extend(entries())
@@ -212,145 +188,46 @@ def _found(entries: Callable[[], Iterable[Entry]]) -> tuple[list[Entry], OSError
     return found, None
 
 
-@dataclass(frozen=True, slots=True)
-class Writers:
-    """The ids of a namespace's writers."""
-
-    living: frozenset[str] = frozenset()
-    dead: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class Temps:
+class Temps(NamedTuple):
     """Temporary files, grouped by the state of their writer."""
 
-    living: tuple[FoundFile, ...]
-    dead: tuple[FoundFile, ...]
-    foreign: tuple[FoundFile, ...]
+    living: list[FoundFile]
+    dead: list[FoundFile]
+    foreign: list[FoundFile]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Inspection:
-    """Figures of one namespace. Bytes are allocated disk bytes unless documented otherwise.
+    """Result of inspecting a namespace.
 
     Attributes:
-        name: Name of its folder.
-        model: Name of the model, from the manifest.
-        has_manifest: Whether there is a readable `config.json`.
-        block_bytes: Length of a block, from the manifest.
-        blocks: Number of block files; `block_length_bytes` and `block_disk_bytes` are their sizes.
-        disk_bytes: All files and the growth of folders, without temporary files of living writers.
-        counted_bytes: `disk_bytes` according to the shared count; None if it is missing or
-            unreadable.
-        reserved_bytes: Bytes reserved by writers for blocks being written.
-        count_tolerance_bytes: Allowed difference between `disk_bytes` and `counted_bytes`.
-        living_writers: Number of open tiers.
-        dead_writers: Number of tiers that were not closed.
-        temps_of_living: Temporary files of living writers.
-        temps_of_dead: Temporary files of dead writers.
-        temps_foreign: Temporary files of unknown writers.
-        temp_bytes: Disk bytes of all temporary files.
-        unknown_files: Number of files that are not blocks; `unknown_file_bytes` is their size.
-        oldest_s: Modification time of the oldest block in seconds since 1970; `newest_s` likewise.
+        scan: Its files.
         problems: One line per problem.
+        figures: The figures as a JSON object. Bytes are disk bytes as allocated, except the length
+            of a block (`block_bytes`) and those of all blocks (`block_length_bytes`). `disk_bytes`
+            leaves out temporary files of living writers; `counted_bytes`, the shared count, may
+            differ by `count_tolerance_bytes`. Times are in seconds since 1970.
+        rows: The figures as a table, for people.
     """
 
-    name: str
-    model: str | None
-    has_manifest: bool
-    block_bytes: int | None
-    blocks: int
-    block_length_bytes: int
-    block_disk_bytes: int
-    disk_bytes: int
-    counted_bytes: int | None
-    reserved_bytes: int
-    count_tolerance_bytes: int
-    living_writers: int
-    dead_writers: int
-    temps_of_living: int
-    temps_of_dead: int
-    temps_foreign: int
-    temp_bytes: int
-    unknown_files: int
-    unknown_file_bytes: int
-    oldest_s: float | None
-    newest_s: float | None
-    problems: tuple[str, ...]
-
-    @property
-    def rows(self) -> list[tuple[str, str]]:
-        """Rows of the table of figures."""
-        temps = (self.temps_of_living, self.temps_of_dead, self.temps_foreign)
-        count = "none" if self.counted_bytes is None else f"{self.counted_bytes:,}"
-        return [
-            ("model", "unknown" if self.model is None else self.model),
-            ("blocks", f"{self.blocks:,}"),
-            ("bytes in blocks", f"{self.block_length_bytes:,}"),
-            ("bytes in blocks, as allocated", f"{self.block_disk_bytes:,}"),
-            ("bytes on disk", f"{self.disk_bytes:,}"),
-            ("bytes counted", count),
-            ("writers, living / dead", f"{self.living_writers:,} / {self.dead_writers:,}"),
-            ("temporary, of living / dead / unknown", " / ".join(f"{n:,}" for n in temps)),
-            ("bytes in temporary files", f"{self.temp_bytes:,}"),
-            ("unknown files", f"{self.unknown_files:,} of {self.unknown_file_bytes:,} bytes"),
-            ("oldest block", _time(self.oldest_s)),
-            ("newest block", _time(self.newest_s)),
-        ]
+    scan: Scan
+    problems: list[str]
+    figures: dict[str, Any]
+    rows: list[tuple[str, str]]
 
 
-async def inspect_namespace(
-    io: MaintenanceIo, namespace: FoundNamespace
-) -> tuple[Inspection, Scan]:
-    """Inspect a namespace with a walk; changes nothing."""
-    before = await io.run(_count, io.ops, namespace.folder)
+async def inspect_namespace(io: MaintenanceIo, namespace: FoundNamespace) -> Inspection:
+    """Inspect a namespace by a walk, without changing it."""
+    _, before = await io.run(_count, io.ops, namespace.folder)
     scan = await scan_namespace(io, namespace)
     # After the walk: the writers of all temporary files found have registered by now.
-    writers = await io.run(judge_writers, io.ops, namespace.folder)
-    after = await io.run(_count, io.ops, namespace.folder)
-    return _inspection(namespace, scan, writers, before, after), scan
-
-
-def judge_writers(ops: FileOps, folder: str, now_s: float | None = None) -> Writers:
-    """Return the writers; `now_s` defaults to this host's clock. Thread-safe."""
-    registry = WriterRegistry(ops, folder)
-    try:
-        living, dead = registry.classify(time.time() if now_s is None else now_s)
-    except OSError:
-        return Writers()
-    return Writers(frozenset(living), frozenset(dead))
-
-
-def sort_temps(temps: Sequence[FoundFile], writers: Writers) -> Temps:
-    """Group temporary files by the state of their writer."""
-    by_owner: dict[str, list[FoundFile]] = {"living": [], "dead": [], "foreign": []}
-    for temp in temps:
-        writer = writer_of(temp.path)
-        if writer in writers.living:
-            by_owner["living"].append(temp)
-        else:
-            by_owner["dead" if writer in writers.dead else "foreign"].append(temp)
-    return Temps(**{owner: tuple(files) for owner, files in by_owner.items()})
-
-
-def _count(ops: FileOps, folder: str) -> tuple[bool, Usage | None]:
-    """Return (whether there is a shared count, its content). Thread-safe."""
-    with contextlib.suppress(OSError):
-        return True, read_usage(ops, folder)
-    return False, None
-
-
-def _inspection(
-    namespace: FoundNamespace,
-    scan: Scan,
-    writers: Writers,
-    before: tuple[bool, Usage | None],
-    after: tuple[bool, Usage | None],
-) -> Inspection:
+    writers = await io.run(
+        lambda: judge_writers(WriterRegistry(io.ops, namespace.folder), time.time())
+    )
+    is_counted, usage = await io.run(_count, io.ops, namespace.folder)
     temps = sort_temps(scan.temps, writers)
-    disk_bytes = scan.total_bytes - sum(temp.disk_bytes for temp in temps.living)
-    is_counted, usage = after
-    tolerance_bytes = _tolerance_bytes(scan, writers, before[1], usage)
+    disk_bytes = scan.total_bytes - _disk_bytes(temps.living)
+    tolerance_bytes = _tolerance_bytes(scan, writers, before, usage)
     problems = [f"cannot be walked: {reason}" for reason in scan.unreadable]
     if temps.dead:
         problems.append(f"{len(temps.dead)} temporary files of dead writers")
@@ -362,30 +239,85 @@ def _inspection(
         problems.append(f"{usage.settled_bytes} bytes are counted and {disk_bytes} are on disk")
     times_s = [block.modified_s for block in scan.blocks]
     model = namespace.fields.get("model_name")
-    return Inspection(
-        name=namespace.name,
-        model=model if isinstance(model, str) else None,
-        has_manifest=namespace.has_manifest,
-        block_bytes=namespace.block_bytes,
-        blocks=len(scan.blocks),
-        block_length_bytes=sum(block.length_bytes for block in scan.blocks),
-        block_disk_bytes=sum(block.disk_bytes for block in scan.blocks),
-        disk_bytes=disk_bytes,
-        counted_bytes=None if usage is None else usage.settled_bytes,
-        reserved_bytes=0 if usage is None else usage.reserved_bytes,
-        count_tolerance_bytes=tolerance_bytes,
-        living_writers=len(writers.living),
-        dead_writers=len(writers.dead),
-        temps_of_living=len(temps.living),
-        temps_of_dead=len(temps.dead),
-        temps_foreign=len(temps.foreign),
-        temp_bytes=sum(temp.disk_bytes for temp in scan.temps),
-        unknown_files=len(scan.unknown_files),
-        unknown_file_bytes=sum(file.disk_bytes for file in scan.unknown_files),
-        oldest_s=min(times_s, default=None),
-        newest_s=max(times_s, default=None),
-        problems=tuple(problems),
-    )
+    figures = {
+        "name": namespace.name,
+        "model": model if isinstance(model, str) else None,
+        "has_manifest": namespace.has_manifest,
+        "block_bytes": namespace.block_bytes,
+        "blocks": len(scan.blocks),
+        "block_length_bytes": sum(block.length_bytes for block in scan.blocks),
+        "block_disk_bytes": _disk_bytes(scan.blocks),
+        "disk_bytes": disk_bytes,
+        "counted_bytes": None if usage is None else usage.settled_bytes,
+        "reserved_bytes": 0 if usage is None else usage.reserved_bytes,
+        "count_tolerance_bytes": tolerance_bytes,
+        "living_writers": len(writers.living),
+        "dead_writers": len(writers.dead),
+        "temps_of_living": len(temps.living),
+        "temps_of_dead": len(temps.dead),
+        "temps_foreign": len(temps.foreign),
+        "temp_bytes": _disk_bytes(scan.temps),
+        "unknown_files": len(scan.unknown_files),
+        "unknown_file_bytes": _disk_bytes(scan.unknown_files),
+        "oldest_s": min(times_s, default=None),
+        "newest_s": max(times_s, default=None),
+        "problems": problems,
+    }
+    return Inspection(scan, problems, figures, _rows(figures))
+
+
+def _rows(figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+    def shown(*names: str) -> str:
+        return " / ".join(f"{figures[name]:,}" for name in names)
+
+    return [
+        ("model", figures["model"] or "unknown"),
+        ("blocks", shown("blocks")),
+        ("bytes in blocks", shown("block_length_bytes")),
+        ("bytes in blocks, as allocated", shown("block_disk_bytes")),
+        ("bytes on disk", shown("disk_bytes")),
+        ("bytes counted", "none" if figures["counted_bytes"] is None else shown("counted_bytes")),
+        ("writers, living / dead", shown("living_writers", "dead_writers")),
+        (
+            "temporary, of living / dead / unknown",
+            shown("temps_of_living", "temps_of_dead", "temps_foreign"),
+        ),
+        ("bytes in temporary files", shown("temp_bytes")),
+        ("unknown files", f"{shown('unknown_files')} of {shown('unknown_file_bytes')} bytes"),
+        ("oldest block", _time(figures["oldest_s"])),
+        ("newest block", _time(figures["newest_s"])),
+    ]
+
+
+def _disk_bytes(files: Iterable[FoundFile]) -> int:
+    return sum(file.disk_bytes for file in files)
+
+
+def judge_writers(registry: WriterRegistry, now_s: float) -> Writers:
+    """Return the writers other than the registry's own; none if they cannot be listed."""
+    try:
+        return registry.classify(now_s)
+    except OSError:
+        return Writers(set(), set())
+
+
+def sort_temps(temps: Sequence[FoundFile], writers: Writers) -> Temps:
+    """Group temporary files by the state of their writer."""
+    found = Temps([], [], [])
+    for temp in temps:
+        writer = writer_of(temp.path)
+        if writer in writers.living:
+            found.living.append(temp)
+        else:
+            (found.dead if writer in writers.dead else found.foreign).append(temp)
+    return found
+
+
+def _count(ops: FileOps, folder: str) -> tuple[bool, Usage | None]:
+    """Return whether a namespace has a shared count, and the count if readable. Thread-safe."""
+    with contextlib.suppress(OSError):
+        return True, read_usage(ops, folder)
+    return False, None
 
 
 _ENTRY_BYTES = 4096
@@ -394,7 +326,7 @@ _ENTRY_BYTES = 4096
 def _tolerance_bytes(
     scan: Scan, writers: Writers, before: Usage | None, after: Usage | None
 ) -> int:
-    """Return the allowed error of the count: changes during the walk, and uncounted bytes.
+    """Return the allowed error of the shared count: changes during the walk, and uncounted bytes.
 
     Uncounted are the growth of folders, entries of writers that came and went, operations in
     flight, also of dead writers, and what was in doubt when the count was corrected last; the next
@@ -435,30 +367,12 @@ class Outcome:
 
     @property
     def bad(self) -> BadBlock:
-        """The outcome as a bad block."""
+        """The path of the bad block, and the reason."""
         return BadBlock(self.block.path, self.reason)
 
 
-async def verify_blocks(
-    io: MaintenanceIo,
-    namespace: FoundNamespace,
-    blocks: Sequence[FoundBlock],
-    key: IntegrityKey | None = None,
-    *,
-    remove_corrupt: bool = False,
-) -> AsyncGenerator[Outcome, None]:
-    """Read and verify blocks in parallel; optionally remove corrupt ones."""
-    checker = BlockChecker(io.ops, namespace, blocks, key, remove_corrupt=remove_corrupt)
-    io.control.expect(sum(block.length_bytes for block in blocks))
-    async with aclosing(io.share_out(_batches(blocks), checker.check)) as checked:
-        async for batch, outcomes in checked:
-            io.control.advance(sum(block.length_bytes for block in batch))
-            for outcome in outcomes:
-                yield outcome
-
-
 class BlockChecker:
-    """Verifies single files. Thread-safe."""
+    """Reads and verifies blocks; optionally removes corrupt ones."""
 
     def __init__(
         self,
@@ -469,7 +383,7 @@ class BlockChecker:
         *,
         remove_corrupt: bool = False,
     ) -> None:
-        """Determine the block length from the manifest or, without one, from most of `blocks`.
+        """Take the length of a block from the manifest or, without one, the most common length.
 
         Args:
             ops: The system calls.
@@ -481,33 +395,38 @@ class BlockChecker:
         self._key = key
         self._ops = ops
         self._namespace = namespace
+        self._blocks = blocks
         self._remove_corrupt = remove_corrupt
         self._block_bytes = namespace.block_bytes
         lengths = Counter(block.length_bytes for block in blocks).most_common(1)
         self._usual_bytes = lengths[0][0] if lengths else 0
 
+    async def outcomes(self, io: MaintenanceIo) -> AsyncGenerator[Outcome, None]:
+        """Check all blocks in parallel; yield an outcome for each."""
+        io.control.expect(sum(block.length_bytes for block in self._blocks))
+        async with aclosing(io.share_out(_batches(self._blocks), self.check)) as checked:
+            async for batch, outcomes in checked:
+                io.control.advance(sum(block.length_bytes for block in batch))
+                for outcome in outcomes:
+                    yield outcome
+
     def check(self, blocks: Sequence[FoundBlock]) -> list[Outcome]:
-        """Verify blocks one by one; a failure does not affect other blocks."""
+        """Verify blocks one by one; a failure does not affect other blocks. Thread-safe."""
         return [self._check(block) for block in blocks]
 
     def _check(self, block: FoundBlock) -> Outcome:
         try:
-            fd = self._ops.open(block.path, os.O_RDONLY)
+            with self._ops.opened(block.path, os.O_RDONLY) as fd:
+                verdict, reason = self._classify(fd, block)
+                if verdict is Verdict.CORRUPT:
+                    return self._corrupt(fd, block, reason)
+                return Outcome(block, verdict, reason)
         except FileNotFoundError:
             return Outcome(block, Verdict.GONE)
+        except MemoryError:  # a sparse file can have any length
+            return Outcome(block, Verdict.UNREADABLE, "more bytes than fit into memory")
         except OSError as error:
             return Outcome(block, Verdict.UNREADABLE, error.strerror or str(error))
-        try:
-            verdict, reason = self._classify(fd, block)
-            if verdict is not Verdict.CORRUPT:
-                return Outcome(block, verdict, reason)
-            return self._corrupt(fd, block, reason)
-        except FileNotFoundError:
-            return Outcome(block, Verdict.GONE)
-        except (OSError, MemoryError) as error:
-            return Outcome(block, Verdict.UNREADABLE, _why(error))
-        finally:
-            self._ops.close(fd)
 
     def _classify(self, fd: int, block: FoundBlock) -> tuple[Verdict, str]:
         length = self._ops.fstat(fd).st_size
@@ -532,7 +451,7 @@ class BlockChecker:
         return Verdict.VERIFIED, ""
 
     def _corrupt(self, fd: int, block: FoundBlock, reason: str) -> Outcome:
-        """Check that the path still names the file that was read, and remove it if requested."""
+        """Return the outcome for a corrupt file, which is removed if requested and not replaced."""
         status = self._ops.fstat(fd)
         if not os.path.samestat(status, self._ops.stat(block.path)):
             return Outcome(block, Verdict.GONE)
@@ -546,12 +465,6 @@ class BlockChecker:
             reason = f"{reason}, and cannot be removed: {error.strerror or error}"
             return Outcome(block, Verdict.CORRUPT, reason)
         return Outcome(block, Verdict.CORRUPT, reason, is_removed=True)
-
-
-def _why(error: OSError | MemoryError) -> str:
-    if isinstance(error, MemoryError):  # a sparse file can have any length
-        return "more bytes than fit into memory"
-    return error.strerror or str(error)
 
 
 def _batches(blocks: Sequence[FoundBlock]) -> Iterator[Sequence[FoundBlock]]:

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from pathlib import PurePath
 from typing import ClassVar, Self
 
 from kvoffload_async.abc.maintenance import (
@@ -37,22 +38,21 @@ from kvoffload_async.tiers.files.maintenance import (
 )
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes, names_in
 from kvoffload_async.tiers.fs.maintenance.inspection import (
+    BlockChecker,
     FoundFile,
     FoundNamespace,
     Outcome,
     Scan,
-    Writers,
     find_namespaces,
     inspect_namespace,
     judge_writers,
     scan_namespace,
     sort_temps,
-    verify_blocks,
 )
 from kvoffload_async.tiers.fs.namespace_init import check_namespace
 from kvoffload_async.tiers.fs.usage import FILE_NAME, UsageFile
 from kvoffload_async.tiers.fs.walk import NamespaceWalk, writer_of
-from kvoffload_async.tiers.fs.writers import FOLDER, WriterRegistry, remove_entry
+from kvoffload_async.tiers.fs.writers import FOLDER, WriterRegistry, Writers, remove_entry
 
 
 @dataclass
@@ -116,13 +116,12 @@ class NamespaceCleanup(Cleanup[RemovedFiles]):
         self._writers = writers
 
     def other_writers(self) -> Writers:
-        """Return the living and dead writers."""
-        writers = judge_writers(self._ops, self._namespace.folder, self._now_s())
-        own_id = {self._writers.writer_id} if self._writers else set()
-        return Writers(writers.living - own_id, writers.dead - own_id)
+        """Return the other writers of the namespace by their state."""
+        registry = self._writers or WriterRegistry(self._ops, self._namespace.folder)
+        return judge_writers(registry, self._now_s())
 
     def sweep(self, scan: Scan, writers: Writers) -> None:
-        """Remove unused files, entries and folders."""
+        """Remove unused files, entries of dead writers, and empty folders."""
         removed = self.removed
         latest_s = self._now_s() - self._options.older_than_s
         temps = sort_temps(scan.temps, writers)
@@ -150,7 +149,7 @@ class NamespaceCleanup(Cleanup[RemovedFiles]):
             self.note(removed.folders, Removal(self._namespace.folder, "empty"))
 
     def unregister(self) -> None:
-        """Correct the shared count, and unregister."""
+        """Correct the shared count, unregister, and remove the namespace if it is empty."""
         writers, self._writers = self._writers, None
         if writers is None:
             return
@@ -167,7 +166,7 @@ class NamespaceCleanup(Cleanup[RemovedFiles]):
     # -- calls that do not block ------------------------------------------------------------------
 
     def take_in(self, outcome: Outcome) -> None:
-        """Record a block that was read, and removed if corrupt."""
+        """Record the outcome of checking a block."""
         bad, dry_run = outcome.bad, self.removed.dry_run
         problem = problem_of(outcome.verdict, bad).text
         if outcome.verdict is Verdict.CORRUPT and (outcome.is_removed or dry_run):
@@ -179,7 +178,7 @@ class NamespaceCleanup(Cleanup[RemovedFiles]):
     # -- inside -----------------------------------------------------------------------------------
 
     def _now_s(self) -> float:
-        """Return the time by the filesystem's clock, or this host's without an own entry there."""
+        """Return the time of the filesystem's clock; without a registration, of this host's."""
         if self._writers is None:
             return time.time()
         self._writers.heartbeat()
@@ -208,11 +207,10 @@ class NamespaceCleanup(Cleanup[RemovedFiles]):
         """Remove empty folders in vLLM's layout, deepest first; writers create them again."""
         if not self._namespace.is_vllms:
             return
-        occupied: set[str] = set()
         files = (*scan.blocks, *scan.temps, *scan.unknown_files)
-        for path in (*(file.path for file in files), *scan.other_folders):
-            if path not in self._gone:
-                _add_parents(occupied, path)
+        left = {*(file.path for file in files), *scan.other_folders} - self._gone
+        folders = {path.rpartition("/")[0] for path in left}
+        occupied = folders.union(str(above) for path in folders for above in PurePath(path).parents)
         for folder in sorted(set(scan.folders) - occupied, reverse=True):
             with contextlib.suppress(OSError):  # it is in use again
                 removal = Removal(folder, "empty", disk_bytes(self._ops.stat(folder)))
@@ -247,7 +245,7 @@ class NamespaceCleanup(Cleanup[RemovedFiles]):
                 ops.rmdir(base)
 
     def _recount(self, writers: WriterRegistry) -> int:
-        """Correct the shared count by a walk, as far as concurrent writers allow."""
+        """Correct the shared count by a walk, as far as concurrent writers allow, and return it."""
         entry_bytes = writers.entry_bytes()
         usage = UsageFile(self._ops, self._namespace.folder, writers.writer_id, writers.living)
         usage.open(entry_bytes)
@@ -259,13 +257,6 @@ class NamespaceCleanup(Cleanup[RemovedFiles]):
             return usage.read().settled_bytes - entry_bytes
         finally:
             usage.close()
-
-
-def _add_parents(folders: set[str], path: str) -> None:
-    parent = path.rpartition("/")[0]
-    while parent and parent not in folders:
-        folders.add(parent)
-        parent = parent.rpartition("/")[0]
 
 
 class FsMaintenance(FolderMaintenance):
@@ -288,26 +279,27 @@ class FsMaintenance(FolderMaintenance):
         io = MaintenanceIo(self._ops, control)
         if refusal := await self._refusal(io, for_writing=False):
             yield Problem(refusal)
-        found, _ = await inspect_namespace(io, self._namespace)
+        found = await inspect_namespace(io, self._namespace)
         for text in found.problems:
             yield Problem(text)
-        yield Summary("Store", found.rows, asdict(found))
+        yield Summary("Store", found.rows, found.figures)
 
     async def verify(self, control: MaintenanceControl) -> Findings:
         io = MaintenanceIo(self._ops, control)
-        found, scan = await inspect_namespace(io, self._namespace)
+        found = await inspect_namespace(io, self._namespace)
         for text in found.problems:
             yield Problem(text)
         verified = Verification(max_listed=control.max_listed)
-        blocks = scan.blocks
+        blocks = found.scan.blocks
         if refusal := await self._refusal(io, for_writing=False):
             yield Problem(refusal)
             blocks = []
-        async with aclosing(verify_blocks(io, self._namespace, blocks, self._key)) as outcomes:
+        checker = BlockChecker(self._ops, self._namespace, blocks, self._key)
+        async with aclosing(checker.outcomes(io)) as outcomes:
             async for outcome in outcomes:
                 if problem := verified.count(outcome.verdict, outcome.bad):
                     yield problem
-        figures = asdict(found) | {"verification": asdict(verified)}
+        figures = found.figures | {"verification": asdict(verified)}
         yield Summary("Blocks", verified.rows, figures)
 
     async def gc(self, options: GcOptions, control: MaintenanceControl) -> Findings:
@@ -324,9 +316,22 @@ class FsMaintenance(FolderMaintenance):
             return
         try:
             await io.run(cleanup.register)
-            async with aclosing(self._clean_up(io, cleanup, options)) as findings:
-                async for finding in findings:
-                    yield finding
+            scan = await scan_namespace(io, self._namespace)
+            for reason in scan.unreadable:
+                cleanup.fail(reason)
+            writers = await io.run(cleanup.other_writers)
+            blocks = scan.blocks if options.corrupt else []
+            checker = BlockChecker(
+                *(self._ops, self._namespace, blocks, self._key),
+                remove_corrupt=not options.dry_run,
+            )
+            async with aclosing(checker.outcomes(io)) as outcomes:
+                async for outcome in outcomes:
+                    cleanup.take_in(outcome)
+                    for finding in cleanup.take_findings():
+                        yield finding
+            if not io.control.should_stop():
+                await io.run(cleanup.sweep, scan, writers)
         finally:
             await io.run(cleanup.unregister)
         for finding in cleanup.take_findings():
@@ -335,30 +340,8 @@ class FsMaintenance(FolderMaintenance):
 
     async def _refusal(self, io: MaintenanceIo, *, for_writing: bool) -> str | None:
         """Return the reason why this release must not access the namespace, or None."""
-        check = partial(check_namespace, self._ops, self.folder, for_writing=for_writing)
         try:
-            await io.run(check)
+            await io.run(partial(check_namespace, self._ops, self.folder, for_writing=for_writing))
         except NewerFormatError as error:
             return f"it is of a newer release: {error}"
         return None
-
-    async def _clean_up(
-        self, io: MaintenanceIo, cleanup: NamespaceCleanup, options: GcOptions
-    ) -> Findings:
-        scan = await scan_namespace(io, self._namespace)
-        for reason in scan.unreadable:
-            cleanup.fail(reason)
-        writers = await io.run(cleanup.other_writers)
-        if options.corrupt:
-            checks = verify_blocks(
-                io, self._namespace, scan.blocks, self._key, remove_corrupt=not options.dry_run
-            )
-            async with aclosing(checks) as outcomes:
-                async for outcome in outcomes:
-                    cleanup.take_in(outcome)
-                    for finding in cleanup.take_findings():
-                        yield finding
-        if not io.control.should_stop():
-            await io.run(cleanup.sweep, scan, writers)
-        for finding in cleanup.take_findings():
-            yield finding

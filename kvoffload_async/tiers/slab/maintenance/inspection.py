@@ -20,7 +20,6 @@ import numpy.typing as npt
 
 from kvoffload_async.tiers.files.digests import IntegrityKey, create_digester
 from kvoffload_async.tiers.files.features import NewerFormatError
-from kvoffload_async.tiers.files.identity import boot_id
 from kvoffload_async.tiers.files.locks import holder_of
 from kvoffload_async.tiers.files.maintenance import BadBlock, MaintenanceIo, Verdict, folders_in
 from kvoffload_async.tiers.files.ops import FileOps, NotRegularFileError, read_all
@@ -49,8 +48,10 @@ from kvoffload_async.tiers.slab.records import (
 from kvoffload_async.tiers.slab.recovery import (
     Folder,
     by_use,
+    is_last_of_key,
     list_folder,
     live_in,
+    mark_for_verification,
     note_uses,
     read_if_there,
     read_manifest,
@@ -86,7 +87,7 @@ def _is_store(ops: FileOps, folder: str) -> bool:
 
 
 def user_of(ops: FileOps, folder: str) -> str | None:
-    """Return the pid of the process that has a store open, "unknown" if not recorded, or None."""
+    """Return the pid of the process that has a store open, or "unknown"; None if not open."""
     try:
         return holder_of(ops, f"{folder}/{LOCK}")  # its own lock is released at once
     except (FileNotFoundError, NotRegularFileError):
@@ -160,21 +161,12 @@ def read_contents(ops: FileOps, folder: str) -> Contents:
     if manifest is not None:
         refuse_strange_segments(ops, folder, found, manifest)
         session = read_session(ops, folder, manifest.journal_seed)
-        is_trusted = session.is_trusted(boot_id(), scanned.sequence)
         rows = live_in(found, scanned, manifest)
         note_uses(scanned, rows, session)
+        is_trusted = mark_for_verification(scanned, rows, session)
         rows = by_use(scanned, rows)
-        live = scanned.units[rows]
-        live["flags"][(rows < scanned.damage_at) | (not is_trusted)] |= NEEDS_VERIFY
-        live = _last_of_each_key(live, rows)
+        live = scanned.units[rows[is_last_of_key(scanned, rows)]]
     return Contents(manifest, problem, found, scanned, len(journal), is_trusted, live)
-
-
-def _last_of_each_key(live: Records, rows: RecordRows) -> Records:
-    """Drop records of keys that are recorded again later; duplicates exist only after damage."""
-    in_order = np.argsort(rows)
-    last = dict(zip(keys_of(live[in_order]), in_order.tolist(), strict=True))
-    return live[np.array(sorted(last.values()), dtype=np.int64)]
 
 
 def key_problem(contents: Contents, key: IntegrityKey | None) -> str | None:
@@ -250,7 +242,7 @@ class SlabInspection:
 
 
 async def inspect_slab(io: MaintenanceIo, folder: str) -> tuple[SlabInspection, Contents]:
-    """Inspect a store; changes nothing.
+    """Inspect a store without changing it.
 
     Raises:
         OSError: A file cannot be read.
@@ -286,17 +278,17 @@ def _problems(contents: Contents, user: str | None) -> list[str]:
     if contents.manifest_problem:  # the rest cannot be interpreted
         return [contents.manifest_problem]
     problems = []
-    if contents.found.segments and not contents.found.has_journal:
+    if contents.found.segments and JOURNAL not in contents.found.own_files:
         problems.append("the journal is missing: the blocks cannot be identified")
     if contents.scanned.lost_bytes:
         problems.append(f"{contents.scanned.lost_bytes} bytes of the journal are damaged")
     if contents.scanned.num_gaps:
         problems.append(f"frames of the journal are missing in {contents.scanned.num_gaps} places")
-    if not contents.is_trusted and contents.found.has_journal:
+    if not contents.is_trusted and JOURNAL in contents.found.own_files:
         problems.append(
             "the store was not closed before a machine crash, or its journal has lost its end"
         )
-    if contents.found.has_bad_journal:
+    if BAD_JOURNAL in contents.found.own_files:
         problems.append(f"{BAD_JOURNAL}: an unreadable journal that was kept")
     for number, refusal in sorted(contents.found.refused.items()):
         name = segment_name(number)
@@ -326,7 +318,7 @@ _DOUBTFUL: Final = frozenset({Verdict.CORRUPT, Verdict.UNREADABLE})
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Verdict on the block in one row of `Contents.live`; `bad` has the name only of a bad one."""
+    """Verdict on the block in one row of `Contents.live`; `bad` is set only for a bad block."""
 
     row: int
     verdict: Verdict
@@ -453,12 +445,12 @@ class SlotChecker:
 
 
 def _are_in(records: Records, live: Records) -> npt.NDArray[np.bool_]:
-    """Return for each record whether `live` has the same block at the same place."""
+    """Return for each record whether `live` has the same block at the same address."""
     return np.isin(_identities(records), _identities(live))
 
 
 def _identities(records: Records) -> npt.NDArray[np.void]:
-    """Return the bytes of records that identify block and place."""
+    """Return the bytes of records that identify block and address."""
     same = records.copy()
     same["flags"] = 0
     same["use"] = 0

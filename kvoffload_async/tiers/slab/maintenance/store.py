@@ -85,7 +85,7 @@ class StoreCleanup(Cleanup[RemovedParts]):
         self._options = options
 
     def drop(self, contents: Contents, corrupt: Mapping[int, BadBlock]) -> None:
-        """Drop corrupt blocks, given by their row in `contents.live`."""
+        """Remove corrupt blocks from the journal, given by their row in `contents.live`."""
         if not corrupt:
             return
         is_kept = np.ones(len(contents.live), dtype=np.bool_)
@@ -131,7 +131,7 @@ class StoreCleanup(Cleanup[RemovedParts]):
                 self.remove(removed, removal, partial(self._ops.unlink, path), problem)
 
     def _write_journal(self, contents: Contents, kept: Records) -> None:
-        """Rewrite the journal with only these blocks."""
+        """Rewrite the journal with only the records of kept blocks."""
         if contents.manifest is None:
             return
         seed = contents.manifest.journal_seed

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from kvoffload_async.errors import ConfigError
-from kvoffload_async.integrations.vllm.process_folder import ProcessFolder
+from kvoffload_async.runtime.process_folder import ProcessFolder
 
 OWNER = """
 import sys
-from kvoffload_async.integrations.vllm.process_folder import ProcessFolder
+from kvoffload_async.runtime.process_folder import ProcessFolder
 print(ProcessFolder(sys.argv[1]).path, flush=True)
 sys.stdin.read()
 """

@@ -9,6 +9,7 @@ import re
 import secrets
 import shutil
 import stat
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
@@ -23,11 +24,11 @@ _NAME: Final = re.compile(_PREFIX + r"[0-9a-f]{32}")
 _LOCK: Final = "in-use"
 _TRIES: Final = 10
 _ops: Final = FileOps()
-"""Locks that a forked child does not inherit."""
+"""File operations, with locks that a forked child does not inherit."""
 
 
 class ProcessFolder:
-    """`<root>/process-<random>`, removed by `close`, or later if the process is killed.
+    """A folder `<root>/process-<random>`, removed by `close` or, after a kill, by another process.
 
     Creating a folder first removes those of dead processes. A living process holds a lock on the
     file `in-use` in its folder. The system releases the lock when the process dies, so a folder
@@ -46,7 +47,8 @@ class ProcessFolder:
         root = Path(root_dir)
         try:
             root.mkdir(parents=True, exist_ok=True)
-            _remove_dead(root)
+            for folder in root.iterdir():
+                _remove_if_dead(folder)
             self.path, self._lock_fd = _make(root)
         except OSError as error:
             raise ConfigError(
@@ -73,29 +75,20 @@ def _make(root: Path) -> tuple[str, int | None]:
     for _ in range(_TRIES):
         path = root / f"{_PREFIX}{secrets.token_hex(16)}"
         path.mkdir(mode=0o700)
-        fd = None
-        try:
-            flags = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC
-            fd = os.open(path / _LOCK, flags, 0o600)
+        with ExitStack() as undo:
+            undo.callback(shutil.rmtree, path, ignore_errors=True)
+            fd = os.open(path / _LOCK, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            undo.callback(_ops.close, fd)
             # Another process may have removed the folder before it was locked.
             if _ops.lock(fd, wait=False) and os.fstat(fd).st_nlink:
+                undo.pop_all()
                 return str(path), fd
-        except OSError:
-            if fd is not None:
-                _ops.close(fd)
-            shutil.rmtree(path, ignore_errors=True)
-            raise
-        _ops.close(fd)
     raise OSError(errno.EAGAIN, "other processes removed each folder before it was locked")
 
 
-def _remove_dead(root: Path) -> None:
-    for folder in root.iterdir():
-        if _NAME.fullmatch(folder.name) and not folder.is_symlink() and folder.is_dir():
-            _remove_if_dead(folder)
-
-
 def _remove_if_dead(folder: Path) -> None:
+    if not _NAME.fullmatch(folder.name) or folder.is_symlink() or not folder.is_dir():
+        return
     try:
         fd = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
