@@ -240,6 +240,8 @@ class TierStatistics:
         late_blocks: Blocks submitted to the tier after waiting for room.
         declined_blocks: Blocks not stored because of `admission`: their reuse was unlikely.
         failed_store_blocks: Blocks given up after failed stores.
+        prefetched_blocks: Blocks promoted before the first lookup of their request.
+        unused_prefetched_blocks: Those of them that no request had loaded when theirs ended.
         refused_keys: Malformed keys among those that the tier announced.
         jobs_in_flight: Jobs without a result. Gauge.
         loads_in_flight: Loads without a collected result. Gauge.
@@ -292,6 +294,8 @@ class TierStatistics:
     late_blocks: int
     declined_blocks: int
     failed_store_blocks: int
+    prefetched_blocks: int
+    unused_prefetched_blocks: int
     refused_keys: int
     jobs_in_flight: int
     loads_in_flight: int

@@ -314,6 +314,8 @@ METRICS: Final[tuple[Metric, ...]] = (
     ),
     _tier("declined_blocks_total", "Blocks not stored, as their reuse was unlikely."),
     _tier("failed_store_blocks_total", "Blocks abandoned after failed stores."),
+    _tier("prefetched_blocks_total", "Blocks promoted before the first lookup of their request."),
+    _tier("unused_prefetched_blocks_total", "Prefetched blocks that no request has loaded."),
     _tier("refused_keys_total", "Announced keys that are malformed."),
     _tier(
         "jobs_in_flight",

@@ -55,6 +55,8 @@ _TIER_COUNTERS: Final = {
         missing_blocks="Blocks to load that a secondary tier did not have.",
         evicted_blocks="Blocks whose removal a secondary tier announced.",
         failed_store_blocks="Blocks given up after failed stores.",
+        prefetched_blocks="Blocks promoted before the first lookup of their request.",
+        unused_prefetched_blocks="Prefetched blocks that no request has loaded.",
     ),
 }
 """Metric -> its help text and its field of `TierStatistics`."""
