@@ -56,7 +56,7 @@ OTHER_ERROR: Final = "other"
 
 @dataclass(frozen=True, slots=True)
 class HistogramStatistics:
-    """Durations by bucket. Counters.
+    """Histogram of durations; all its fields are counters.
 
     Attributes:
         counts: Durations per bucket of `BUCKET_BOUNDS_S`; the last bucket is unbounded.

@@ -412,11 +412,11 @@ class ProbedIndex(KeyIndex):
         return answers
 
     def appeared(self, keys: Sequence[OffloadKey] | KeyMap) -> None:
-        """Change the existing verdicts on these keys to present."""
+        """Set the cached verdict on each of these keys, if there is one, to "present"."""
         self._flip(tuple(keys), _PRESENT)
 
     def vanished(self, keys: Sequence[OffloadKey], *, surely: bool) -> None:
-        """Change the existing verdicts on these keys to absent, even if not `surely`.
+        """Set the cached verdicts on these keys to "absent", even if not `surely`.
 
         Otherwise a request would load blocks again and again that the tier cannot deliver.
         """

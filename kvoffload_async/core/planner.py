@@ -444,7 +444,7 @@ class Planner:
         *,
         stop_at_miss: bool = False,
     ) -> list[LookupResult]:
-        """Return and count the answers to keys, given the primary's answers.
+        """Return and count the answers to look-ups of keys, given the primary's answers.
 
         Args:
             keys: The keys.
