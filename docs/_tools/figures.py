@@ -182,7 +182,8 @@ def chats_readme(text: str, report: Report) -> str:
     cores = report["machine"]["cores"]
     lines = (
         f"First token of returning chats, later, after a restart (vLLM, {cores} cores, "
-        f"{most} at once, median seconds):\n{none} without a tier; {theirs} with vLLM's host and `fs` tiers; "
+        f"{most} at once, median seconds):\n"
+        f"{none} without a tier; {theirs} with vLLM's host and `fs` tiers; "
         f"{fs} with `fs`, {slab} with `slab` here.\n"
     )
     return _CHATS.sub(lambda _: lines, text)
