@@ -257,14 +257,13 @@ class ObjectTier(RemoteTier):
         asked: set[OffloadKey] = set()
 
         async def ask(keys: Sequence[OffloadKey]) -> set[OffloadKey]:
-            asked.update(key for key in keys if self._memory.get(key) is None)
+            asked.update(self._memory.unknown(keys))
             return await self._questions.ask(keys, deadline_s)
 
         lengths = await bisect_prefixes(chains, ask)
         for chain, length in zip(chains, lengths, strict=True):
             if length < len(chain) and chain[length] in asked:
-                rest = chain[length + 1 :]
-                self._memory.vanished(key for key in rest if self._memory.get(key) is None)
+                self._memory.vanished(self._memory.unknown(chain[length + 1 :]))
         return lengths
 
     def _create_client(self, namespace: str) -> RemoteClient:
