@@ -103,32 +103,33 @@ class Allocator:
 
     async def _add_segment(self) -> bool:
         """Add a segment; return False if none can be added now."""
-        slots = self._next_slots()
+        slots, created = self._next_slots(), list[int]()
         while slots:
             try:
-                create = partial(self._create, slots)
-                number = await self._env.io.run(Direction.STORE, create)
+                create = partial(self._create, slots, created)
+                await self._env.io.run(Direction.STORE, create)
             except LostDirectoryError as error:
                 raise mapped(error) from error  # a fault, not a full disk
             except OSError as error:
                 slots = self._smaller(slots, error)
             else:
-                self.why_limited = ""
-                self._store.table.add_segment(number, slots)
-                self._store.catalog.add_segment(number, slots)
                 return True
+            finally:  # also if cancelled: the segment exists
+                for number in created:
+                    self.why_limited = ""
+                    self._store.table.add_segment(number, slots)
+                    self._store.catalog.add_segment(number, slots)
         return False
 
-    def _create(self, slots: int) -> int:
-        """Create a segment, after reserving journal space for it; return its number.
+    def _create(self, slots: int, created: list[int]) -> None:
+        """Create a segment, after reserving journal space for it; append its number to `created`.
 
         Thread: an I/O thread.
         """
         store = self._store
         store.journal.reserve(slots + sum(store.table.slots().values()))
-        number = store.segments.create(slots)
+        created.append(store.segments.create(slots))
         store.journal.note_new_file()
-        return number
 
     def _next_slots(self) -> int:
         present = self._store.catalog.segments.values()
