@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -235,11 +236,20 @@ class SlabTier(AsyncTier):
         key_id = None if (key := settings.integrity_key) is None else key.id.hex()
         identity = settings.run_config, settings.rank, block_bytes, key_id
         layout = StoreLayout(settings.root_dir, *identity)
-        construct = partial(self._open_store, layout, budget)
+        opened: list[OpenStore] = []
+        is_given_up = threading.Event()
+        construct = partial(self._open_store, layout, budget, opened, is_given_up)
         try:
-            store = await env.io.run(Direction.METADATA, construct)
-        except OSError as error:
-            raise unusable(settings.root_dir, error) from error
+            await env.io.run(Direction.METADATA, construct, withdraw=is_given_up.set)
+        except BaseException as error:
+            is_given_up.set()
+            if opened:  # cancelled as the call ended; the I/O threads may be gone
+                close = partial(self._close_given_up, opened)
+                threading.Thread(target=close, name="kvoffload-close", daemon=True).start()
+            if isinstance(error, OSError):
+                raise unusable(settings.root_dir, error) from error
+            raise
+        store = opened.pop()
         try:
             self._transfers = Transfers(env, self._ops, store)
         except BaseException:
@@ -423,19 +433,36 @@ class SlabTier(AsyncTier):
 
     # -- opening and closing ----------------------------------------------------------------------
 
-    def _open_store(self, layout: StoreLayout, budget: Budget) -> OpenStore:
+    def _open_store(
+        self,
+        layout: StoreLayout,
+        budget: Budget,
+        opened: list[OpenStore],
+        is_given_up: threading.Event,
+    ) -> None:
         """Open the root directory, creating it if missing, and the store in it.
 
-        Thread: an I/O thread.
+        The store is appended to `opened`. If the opening was given up meanwhile, it is closed, so
+        that it can be opened again. Thread: an I/O thread.
         """
         settings, root_dir = self._settings, self._settings.root_dir
         self._ops.enter(root_dir, settings.modes, sync=settings.fsync)
         try:
             warn_of_others(root_dir, self._ops.stat(root_dir))
-            return OpenStore(self._ops, layout, settings, budget, self._create_policy)
+            opened.append(OpenStore(self._ops, layout, settings, budget, self._create_policy))
         except BaseException:
             self._ops.leave(root_dir)
             raise
+        if is_given_up.is_set():
+            self._close_given_up(opened)
+
+    def _close_given_up(self, opened: list[OpenStore]) -> None:
+        """Close a store that is not awaited, unless another thread has. Thread: not the loop's."""
+        try:
+            store = opened.pop()
+        except IndexError:
+            return
+        self._close_store(store)
 
     def _close_store(self, store: OpenStore) -> None:
         """Close the store and the root directory. Thread: an I/O thread."""
