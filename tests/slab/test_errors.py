@@ -301,6 +301,27 @@ def test_a_cancelled_store_leaves_the_store_sound(slab_store):
         assert harness.announced() == present
 
 
+def test_what_a_job_has_stored_before_it_is_cancelled_is_announced(slab_store):
+    ops = FaultyFileOps()
+    with slab_store.open(ops) as harness:
+        harness.store(K[10:12])
+        hang = ops.hang(on="pwrite", when=is_journal, times=1)
+
+        async def cancel():
+            job = make_job(900, K[:6], range(6), is_promotion=False)
+            task = asyncio.create_task(harness.tier.store(job))
+            await entered(hang)
+            task.cancel()
+            hang.release()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+        harness.run(cancel())
+        assert harness.contains(K[:6]) == set(K[:6])
+        assert harness.announced() == set(K[:6])
+        sound(harness.tier)
+
+
 def test_a_segment_that_a_cancelled_store_has_created_is_used(slab_store):
     """Otherwise each such job, such as one that times out, adds one beyond the capacity."""
     ops = FaultyFileOps()
