@@ -72,11 +72,11 @@ class Planner:
         primary.may_decline = not self.tiers  # unless the admission says what they do not store
         self.deferral_s = deferral_s
         self.counters = PlannerCounters()
-        self._search = TierSearch(self.tiers)
+        self.search = TierSearch(self.tiers)
         self.room = Room(
             primary,
             self.tiers,
-            lambda keys, request: self._search.find(keys, request, self.now_s),
+            lambda keys, request: self.search.find(keys, request, self.now_s),
             partial(self._submit, is_promotion=True),
         )
         self.requests: dict[ReqContext, RequestState] = {}
@@ -314,8 +314,8 @@ class Planner:
                 self._end_if_done(request)
         if self._touches.used:
             self._touches.flush(self.now_s)
-        if self._search.has_unknown:
-            self._search.end_step(self.now_s)
+        if self.search.has_unknown:
+            self.search.end_step(self.now_s)
         self._asking = None
         gave_up = self.room.end_step()
         self.cascades.send_pending(self.now_s)
@@ -434,7 +434,7 @@ class Planner:
         answers = zip(keys, self.primary.lookup_many(keys), strict=True)
         absent = [key for key, found in answers if found is _MISS]
         paused = self.promotions_paused
-        self._ahead = self._search.ask(absent, request, is_paused=paused, stop_at_miss=False)
+        self._ahead = self.search.ask(absent, request, is_paused=paused, stop_at_miss=False)
 
     def _answer(
         self,
@@ -530,7 +530,7 @@ class Planner:
                 absent.append(key)
         if absent:
             paused = self.promotions_paused
-            outcomes |= self._search.ask(
+            outcomes |= self.search.ask(
                 absent, request, is_paused=paused, stop_at_miss=stop_at_miss
             )
         return list(map(outcomes.__getitem__, keys))
@@ -580,7 +580,7 @@ class Planner:
     def _begin_round(self, request: RequestState) -> None:
         """Begin a request's series of lookups; the previous request's series ends."""
         self._asking, self._ahead = request, {}
-        self._search.begin_round(request, self.now_s)
+        self.search.begin_round(request, self.now_s)
         self.room.begin_round(request, self.now_s)
 
     def _decide(self, request: RequestState) -> bool:
