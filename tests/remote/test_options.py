@@ -327,6 +327,8 @@ def test_secrets_in_lists_of_a_tiers_options_are_masked():
     [
         f"valkey:url=redis://u:{SECRET}@h,x",
         f"theirs:depth=3,api_key={SECRET},x",
+        f"theirs,api_key={SECRET}:depth=3,x",
+        f"theirs,api_key={SECRET}:depth=3,depth=4",
         f'object:store_options={{"region":"eu","secret":"{SECRET}"}}',
         ":",
     ],
