@@ -168,8 +168,7 @@ def parse_tier(text: str, flag: str = "--tier") -> dict[str, Any]:
         key, equals, value = option.partition("=")
         if not key or not equals:
             raise InputError(
-                f"{flag} {name!r}: option {number} is not key=value; "
-                "expected TYPE[:key=value,...]"
+                f"{flag} {name!r}: option {number} is not key=value; expected TYPE[:key=value,...]"
             )
         if key in config:
             raise InputError(f"{flag} {name!r}: {key!r} is given twice")
