@@ -253,7 +253,7 @@ def instance_of(cls: type[T]) -> Callable[[object, str], T]:
 
 
 def parse_directory(value: object, key: str) -> str:
-    """Return the normalized absolute path of a directory; raises ConfigError."""
+    """Return the normalized absolute path of a directory or file; raises ConfigError."""
     path = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(path, str) or not _is_path(path):
         _reject(key, value, "an absolute path")
@@ -489,7 +489,7 @@ class OffloadConfig(Options):
     status_socket: str | None = option(or_none(parse_socket_path), None)
     """Path of the Unix socket that serves the engine's status to `kvoffload top`; only this user
     can connect. By default `KVOFFLOAD_STATUS_SOCKET`."""
-    record_trace: str | None = option(or_none(parse_file), None)
+    record_trace: str | None = option(or_none(parse_directory), None)
     """Absolute path of a file for a trace of all requests, which `kvoffload simulate` and `replay`
     read. Block ids are hashed with a secret of the run. The file is rotated at 256 MiB; a trace
     that is there is kept as `<path>.1`, and any other file is refused."""

@@ -147,7 +147,7 @@ class JobCancelledError(TierError):
 
 
 class Trouble(enum.Enum):
-    """A situation of a tier that is no job's error; the value is the remedy for any tier."""
+    """A problem of a tier that is not the error of a job; its value is the general remedy."""
 
     TOO_SLOW = "raise cpu_bytes_to_use, set write_back to wait, or make the tier faster"
     """The tier works, but blocks were evicted from the primary before it had room for them."""

@@ -7,8 +7,8 @@ are those of the primary's rows.
 
 An engine or a `TieringOffloadingManager` may be read from any thread. The owner's thread gets
 current values; other threads get those published at the end of the owner's last step. Durations,
-breakers, probes and a tier's own `gauges` are read at the call. A primary or a tier without such a
-manager may only be read by its owner's thread.
+and a tier's breakers, probes, dropped events, break-even point and own `gauges` are read at the
+call. A primary or a tier without such a manager may only be read by its owner's thread.
 
 These equations hold in every snapshot. Primary: `lookups == hits + pending_hits + misses`. Planner:
 `lookups == hits + pending_hits + retries + sum(misses.values())`, and `jobs_submitted` equals
@@ -56,7 +56,7 @@ OTHER_ERROR: Final = "other"
 
 @dataclass(frozen=True, slots=True)
 class HistogramStatistics:
-    """Durations by bucket. Counters.
+    """Histogram of durations; all its fields are counters.
 
     Attributes:
         counts: Durations per bucket of `BUCKET_BOUNDS_S`; the last bucket is unbounded.

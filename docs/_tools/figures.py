@@ -176,14 +176,15 @@ def chats_readme(text: str, report: Report) -> str:
         (row["setup"], row["turns"]): row["p50_s"] for row in rows if row["concurrency"] == most
     }
     none, theirs, fs, slab = (
-        f"{medians[setup, 'later turns']:.1f} and {medians[setup, 'after a restart']:.1f}"
+        f"{medians[setup, 'later turns']:.1f}, {medians[setup, 'after a restart']:.1f}"
         for setup in ("none", "vllm-fs", "fs", "slab")
     )
     cores = report["machine"]["cores"]
     lines = (
-        f"First token of returning chats, and after a restart, in seconds (vLLM on {cores} CPU "
-        f"cores, {most} at a time,\nmedians): {none} without a tier, {theirs} with vLLM's host "
-        f"and `fs` tiers, {fs} with `fs`\nand {slab} with `slab` here.\n"
+        f"First token of returning chats, later, after a restart (vLLM, {cores} cores, "
+        f"{most} at once, median seconds):\n"
+        f"{none} without a tier; {theirs} with vLLM's host and `fs` tiers; "
+        f"{fs} with `fs`, {slab} with `slab` here.\n"
     )
     return _CHATS.sub(lambda _: lines, text)
 

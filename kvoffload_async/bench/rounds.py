@@ -258,7 +258,7 @@ def rehearse(plan: Plan, contenders: Sequence[Contender]) -> None:
         if samples.failures[name]:
             raise UnfitError(f"{name}: the first block has failed: {samples.failures[name][0]}")
         if samples.wrong_blocks[name]:
-            raise UnfitError(f"{name}: the first block came back with other bytes")
+            raise UnfitError(f"{name}: the first block was loaded with wrong bytes")
 
 
 def _measure_memcpy(plan: Plan, payload: Payload, samples: Samples) -> None:

@@ -153,7 +153,7 @@ class _Batch:
         self.parts.extend(_parts(runs, size, self._mover.slot_bytes))
 
     def move(self) -> None:
-        """Copy parts, up to `_CALL_BYTES`; may run in several threads. Thread: an I/O thread."""
+        """Copy parts of the batch, up to `_CALL_BYTES`. Thread: I/O threads, several at once."""
         left_bytes = _CALL_BYTES
         while left_bytes > 0 and (part := self._begin_part()) is not None:
             try:

@@ -131,8 +131,10 @@ def _steps(text: str, yaml: Any) -> Iterator[int]:  # noqa: ANN401 - PyYAML's ow
 
 
 def _check_keys(node: Any, yaml: Any) -> None:  # noqa: ANN401 - PyYAML's own
-    """Reject mappings with duplicate keys, or keys that are not text."""
+    """Reject lists with a tag, and mappings with duplicate keys or keys that are not text."""
     if isinstance(node, yaml.SequenceNode):
+        if node.tag != "tag:yaml.org,2002:seq":  # else PyYAML makes tuples, and JSON lists of them
+            raise InputError(f"a list has the tag {node.tag}; leave the tag out")
         for one in node.value:
             _check_keys(one, yaml)
     elif isinstance(node, yaml.MappingNode):
@@ -161,15 +163,15 @@ def parse_tier(text: str, flag: str = "--tier") -> dict[str, Any]:
     if not tier_type:
         raise InputError(f"{flag}: no type; give TYPE[:key=value,...]")
     config: dict[str, Any] = {"type": tier_type}
+    name = re.split("[,=]", tier_type, maxsplit=1)[0]  # without options after a comma by mistake
     for number, option in enumerate(rest.split(",") if rest else (), 1):
         key, equals, value = option.partition("=")
         if not key or not equals:
             raise InputError(
-                f"{flag} {tier_type!r}: option {number} is not key=value; "
-                "expected TYPE[:key=value,...]"
+                f"{flag} {name!r}: option {number} is not key=value; expected TYPE[:key=value,...]"
             )
         if key in config:
-            raise InputError(f"{flag} {tier_type!r}: {key!r} is given twice")
+            raise InputError(f"{flag} {name!r}: {key!r} is given twice")
         config[key] = _scalar(value)
     return config
 

@@ -196,7 +196,7 @@ class AdmissionFilter:
         """Count one offer of each key."""
         keys = keys[-self.tracked_keys :]
         counts = self._counts_with(keys)
-        if len(self._new) + len(keys) > self.tracked_keys:
+        if len(self._new) + self._new.find(keys).count(None) > self.tracked_keys:
             self._old = self._new
             self._new = KeyMap(self.tracked_keys)
         self._new.update(keys, counts)

@@ -290,7 +290,7 @@ Submit = Callable[[int, ReqContext, Sequence[OffloadKey], Sequence[int]], None]
 """Submits a cascade: tier index, context, keys, and their slots, which must be pinned."""
 
 LATE_BLOCKS_A_STEP: Final = 256
-"""Maximum number of pending blocks that a step submits to a tier, plus the number it has queued."""
+"""Maximum number of pending blocks that a step submits to a tier, beyond the number it queued."""
 
 _NO_REQUEST: Final = ReqContext("")
 

@@ -98,9 +98,9 @@ class BreakEven:
 
     def load_ended(self, num_blocks: int, seconds: float) -> None:
         """Record the duration, in seconds, of a load that succeeded for all its blocks."""
-        if self._is_old(self._loaded_at_s):
-            self._loads = _Line()
-        self._loads.add(num_blocks, seconds)
+        loads = _Line() if self._is_old(self._loaded_at_s) else self._loads
+        loads.add(num_blocks, seconds)
+        self._loads = loads  # last, because other threads read it, and an empty line has no slope
         self._loaded_at_s = self._now_s
 
     # -- results --------------------------------------------------------------------------------
@@ -412,11 +412,11 @@ class ProbedIndex(KeyIndex):
         return answers
 
     def appeared(self, keys: Sequence[OffloadKey] | KeyMap) -> None:
-        """Change the existing verdicts on these keys to present."""
+        """Set the cached verdict on each of these keys, if there is one, to "present"."""
         self._flip(tuple(keys), _PRESENT)
 
     def vanished(self, keys: Sequence[OffloadKey], *, surely: bool) -> None:
-        """Change the existing verdicts on these keys to absent, even if not `surely`.
+        """Set the cached verdicts on these keys to "absent", even if not `surely`.
 
         Otherwise a request would load blocks again and again that the tier cannot deliver.
         """

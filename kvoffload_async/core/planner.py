@@ -73,14 +73,14 @@ class Planner:
         primary.may_decline = not self.tiers  # unless the admission says what they do not store
         self.deferral_s = deferral_s
         self.counters = PlannerCounters()
-        self._search = TierSearch(self.tiers)
+        self.search = TierSearch(self.tiers)
         self.room = Room(
             primary,
             self.tiers,
-            lambda keys, request: self._search.find(keys, request, self.now_s),
+            lambda keys, request: self.search.find(keys, request, self.now_s),
             self._promote,
         )
-        self.prefetcher = Prefetch(primary, self.tiers, self._search, self.room)
+        self.prefetcher = Prefetch(primary, self.tiers, self.search, self.room)
         self.requests: dict[ReqContext, RequestState] = {}
         self._newest: dict[str, RequestState] = {}
         """Request id -> the newest live request with that id."""
@@ -332,8 +332,8 @@ class Planner:
                 self._end_if_done(request)
         if self._touches.used:
             self._touches.flush(self.now_s)
-        if self._search.has_unknown:
-            self._search.end_step(self.now_s)
+        if self.search.has_unknown:
+            self.search.end_step(self.now_s)
         self._asking = None
         gave_up = self.room.end_step()
         if self.prefetcher.queued and not self.promotions_paused:
@@ -459,7 +459,7 @@ class Planner:
         answers = zip(keys, self.primary.lookup_many(keys), strict=True)
         absent = [key for key, found in answers if found is _MISS]
         paused = self.promotions_paused
-        self._ahead = self._search.ask(absent, request, is_paused=paused, stop_at_miss=False)
+        self._ahead = self.search.ask(absent, request, is_paused=paused, stop_at_miss=False)
 
     def _answer(
         self,
@@ -469,7 +469,7 @@ class Planner:
         *,
         stop_at_miss: bool = False,
     ) -> list[LookupResult]:
-        """Return and count the answers to keys, given the primary's answers.
+        """Return and count the answers to look-ups of keys, given the primary's answers.
 
         Args:
             keys: The keys.
@@ -555,7 +555,7 @@ class Planner:
                 absent.append(key)
         if absent:
             paused = self.promotions_paused
-            outcomes |= self._search.ask(
+            outcomes |= self.search.ask(
                 absent, request, is_paused=paused, stop_at_miss=stop_at_miss
             )
         return list(map(outcomes.__getitem__, keys))
@@ -607,7 +607,7 @@ class Planner:
         self._asking, self._ahead = request, {}
         if self.prefetcher.queued:
             self.prefetcher.queued.pop(request, None)
-        self._search.begin_round(request, self.now_s)
+        self.search.begin_round(request, self.now_s)
         self.room.begin_round(request, self.now_s)
 
     def _decide(self, request: RequestState) -> bool:

@@ -77,7 +77,7 @@ class Loads:
     def end(
         self, ctx: ReqContext, keys: Sequence[OffloadKey], *, may_be_unknown: bool
     ) -> Collection[OffloadKey]:
-        """End a load; return the keys to unpin, which are those with a recorded load.
+        """End a load; return the keys to unpin: those that `begin` has recorded.
 
         Raises:
             StateError: A key has no recorded load, and `may_be_unknown` is false; nothing has

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Final
@@ -20,6 +20,8 @@ _FOUND: Final = LookupResult.HIT_PENDING
 Verdict = LookupResult | MissReason
 """Result of a search: HIT_PENDING if a tier has the block, RETRY if unknown, or a miss's reason."""
 
+OnAnswers = Callable[[int, ReqContext, Sequence[OffloadKey], Sequence[OffloadKey]], object]
+
 
 class TierSearch:
     """Looks up keys absent from the primary in the tiers, in order.
@@ -32,11 +34,14 @@ class TierSearch:
 
     Attributes:
         has_unknown: Whether a cost-gated tier waits for nearer tiers to resolve keys.
+        on_answers: Called with the index of a tier that was queried, the request, and the keys that
+            were hits and misses.
     """
 
     def __init__(self, tiers: Sequence[TierState]) -> None:
         self._tiers = tiers
         self.has_unknown = False
+        self.on_answers: OnAnswers | None = None
         self._skipped: list[SkipReason | None] = []
         """By tier: why the request of the current round cannot load from it; None if it can."""
 
@@ -197,10 +202,13 @@ class TierSearch:
             counters.undecided += len(answers) - len(missing) - hits
         if missing and tier.cost_gated is not None and tier.cost_gated.declines(request.ctx):
             self._skip(tier, "too_few", missing, verdicts)
-        else:
-            counters.lookups += len(missing)
-            counters.misses += len(missing)
-            lacking.update(missing)
+            missing = []
+        counters.lookups += len(missing)
+        counters.misses += len(missing)
+        lacking.update(missing)
+        if self.on_answers is not None:
+            found = [key for key, answer in zip(keys, answers, strict=False) if answer is _HIT]
+            self.on_answers(index, request.ctx, found, missing)
 
 
 def _ask_nearer(

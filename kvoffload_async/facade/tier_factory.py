@@ -220,7 +220,9 @@ class SecondaryTierFactory:
 
     @classmethod
     def host_defaults(cls, tier_config: Mapping[str, Any]) -> dict[str, str]:
-        """Return the changed defaults of a tier under a host, whose model may differ at each start.
+        """Return those of a tier's defaults that differ under host software, such as vLLM.
+
+        The model of such a host may differ at each start.
 
         Errors as `get_tier_class`.
         """
@@ -395,7 +397,7 @@ def _check(
     config: OffloadConfig | None,
     block_bytes: int,
 ) -> tuple[TierLocation, ...]:
-    """Check a tier's options, whose names are known; return the locations of its blocks."""
+    """Check a tier's options, except for unknown names; return the locations of its blocks."""
     allowed = options_of(cls)
     declares = None if cls.tier_class is None else cls.tier_class.declares
     # Their declaration checks them, with remedies of its own.

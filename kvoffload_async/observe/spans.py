@@ -46,7 +46,7 @@ def trace_requests(
     Call on the owner's thread. Use a non-blocking span processor, such as `BatchSpanProcessor`.
 
     Args:
-        manager: An engine's `manager`, or a `TieringOffloadingManager`, with `explain_requests`.
+        manager: An engine's `driver`, or a `TieringOffloadingManager`, with `explain_requests`.
         tracer_provider: Provider of the tracer; None: the global one.
         clock: The manager's clock.
         wall_clock: Seconds since the epoch.

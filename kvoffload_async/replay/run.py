@@ -121,9 +121,8 @@ class _Run:
         names = unique_names([tier.name for tier in manager.planner.tiers])
         self.tally = Tally.of_tiers(names, device_keeps=options.device_blocks is not None)
         self._timeline = Timeline(manager.stats, self.tally) if options.has_samples else None
-        self.options = replace(
-            options, on_step=self._timeline.note_step if self._timeline else lambda: None
-        )
+        self._on_step = options.on_step
+        self.options = replace(options, on_step=self._note_step)
         self._start_s = time.perf_counter()
         self._wall_s: float | None = None
         self._interrupted = False
@@ -139,6 +138,11 @@ class _Run:
         self._wall_s = time.perf_counter() - self._start_s
         if self._timeline is not None:
             self._samples = self._timeline.finish()
+
+    def _note_step(self) -> None:
+        if self._timeline is not None:
+            self._timeline.note_step()
+        self._on_step()
 
     def report(self) -> Report:
         """Return the results so far; the engine must be idle."""

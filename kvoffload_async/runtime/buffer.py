@@ -147,7 +147,7 @@ class PrimaryBuffer:
                 what = f"its pages could not be freed ({error})"
         logger.warning(
             "the primary buffer is still in use, because there are views of it, and its %d bytes "
-            "of addresses stay mapped: %s",
+            "of addresses stay mapped: %s; release views before closing",
             len(self._map),
             what,
         )

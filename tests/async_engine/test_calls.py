@@ -183,7 +183,7 @@ async def test_misuse_is_an_error_at_the_call():
                 await world.engine.store(request, blocks, first)
         with pytest.raises(StateError, match="asked for"):
             await world.engine.load(request, [0])
-        with pytest.raises(StateError, match="opened once"):
+        with pytest.raises(StateError, match="opened only once"):
             await world.engine.__aenter__()
 
 

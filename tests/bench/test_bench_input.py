@@ -82,8 +82,8 @@ def test_the_size_of_the_memory_decides_what_is_too_much(monkeypatch):
     ("tier", "reason"),
     [
         ("Unplugged", "the first block has failed: pulled out"),
-        ("Stale", "the first block came back with other bytes"),
-        ("BitFlip", "the first block came back with other bytes"),
+        ("Stale", "the first block was loaded with wrong bytes"),
+        ("BitFlip", "the first block was loaded with wrong bytes"),
         ("Closed", "nobody there"),
         ("Unplayable", "Unplayable: cannot be opened: no medium"),
     ],

@@ -65,6 +65,28 @@ class Broken:
         return [(ticket, ({0: 5}, digests)) for ticket, (_, digests) in self._engine.take()]
 
 
+class Forgetful(Broken):
+    """An engine that loads nothing, although its batches succeed."""
+
+    def extents(self, memory, _is_store, *arguments):
+        return self._engine.extents(memory, True, *arguments)
+
+    def take(self):
+        return self._engine.take()
+
+
+def test_an_engine_that_returns_other_bytes_is_no_baseline(tmp_path, monkeypatch):
+    opened = native_io.open_engine
+    monkeypatch.setattr(native_io, "open_engine", lambda n: Forgetful(opened(n)))
+    with (
+        Payload(1, BLOCK) as payload,
+        Place(str(tmp_path), "here") as place,
+        pytest.raises(UnfitError, match="returned other bytes than were written to it"),
+    ):
+        baseline.NativeBaseline(place).measure(PLAN, payload, Jobs(1, 1, BLOCK))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_engine_that_fails_is_no_baseline(tmp_path, monkeypatch):
     opened = native_io.open_engine
     monkeypatch.setattr(native_io, "open_engine", lambda n: Broken(opened(n)))

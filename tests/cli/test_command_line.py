@@ -103,6 +103,11 @@ def test_a_variable_names_the_configuration_where_nothing_else_does(command, mon
         ("a: " + "[" * 5000 + "]" * 5000, "nested more than 32 deep"),
         ("a: " + "{b: " * 5000 + "}" * 5000, "nested more than 32 deep"),
         ("a: !!binary aGk=", "is read as a bytes"),
+        ("a: !!omap [x: 1]", "a list has the tag .*omap"),
+        ("a: [!!pairs [x: 1, x: 2]]", "a list has the tag .*pairs"),
+        ("a: !!set {x, y}", "is read as a set"),
+        ("a: 0x" + "f" * 5000, "not YAML"),
+        ("a: " + "9" * 200, "a number of 200 digits is too large"),
     ],
 )
 def test_what_json_cannot_say_is_refused(text, reason):

@@ -6,7 +6,14 @@ from core.terms import HIT, MISS, RETRY, figures_of, job, k, ks
 
 from kvoffload_async.abc.events import JobFinished, ProbeAnswered
 from kvoffload_async.core.eventlog import EventLog
-from kvoffload_async.core.index import FRESH_S, BreakEven, CostGatedIndex, ExactIndex, ProbedIndex
+from kvoffload_async.core.index import (
+    FRESH_S,
+    BreakEven,
+    CostGatedIndex,
+    ExactIndex,
+    ProbedIndex,
+    _Line,
+)
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import BlockMissingError, TierTimeoutError, TierUnavailableError
 from kvoffload_async.statistics import BreakEvenStatistics
@@ -200,6 +207,24 @@ def test_a_tier_tells_of_its_probes_and_loads():
     assert math.isclose(seen.latency_s, 0.23)
     assert math.isclose(seen.blocks_per_s, 20.0)
     assert seen.needed_blocks == 5
+
+
+def test_what_another_thread_reads_while_a_load_is_recorded_is_what_was_known_before(monkeypatch):
+    _, break_even = measured([(10, 1.0)])
+    add, read = _Line.add, []
+
+    def read_by_another_thread():
+        read.append((break_even.latency_s, break_even.blocks_per_s))
+
+    def read_then_add(line, num_blocks, seconds):
+        read_by_another_thread()
+        add(line, num_blocks, seconds)
+
+    monkeypatch.setattr(_Line, "add", read_then_add)
+    read_by_another_thread()
+    break_even.advance(FRESH_S)
+    break_even.load_ended(10, 2.0)
+    assert read[0] == read[1] != (None, None)
 
 
 def test_that_no_number_is_enough_is_shown_as_none():

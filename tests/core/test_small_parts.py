@@ -76,11 +76,18 @@ def test_offers_are_counted_and_the_oldest_forgotten():
     admission.offered(ks("c"))
     assert admission.admitted(ks("abc")) == ks("abc")
     admission.offered(ks("cd"))
-    assert admission.admitted(ks("abcd")) == ks("cd")
+    assert admission.admitted(ks("abcd")) == ks("abcd")
     admission.offered(ks("efg"))
     assert admission.admitted(ks("abcdefg")) == ks("cdfg"), "no more than twice as many are known"
     admission.clear()
     assert admission.admitted(ks("cdfg")) == []
+
+
+def test_offers_of_keys_that_are_known_make_no_others_forgotten():
+    admission = AdmissionFilter(2, tracked_keys=10)
+    for names in "abcdefghij", "klmnopqr", "klmnopqr":
+        admission.offered(ks(names))
+    assert admission.admitted(ks("ijklmnopqr")) == ks("ijklmnopqr")
 
 
 def test_the_latest_offers_are_known_and_twice_as_many_at_most():

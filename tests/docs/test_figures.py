@@ -67,8 +67,8 @@ def test_figures_of_returning_chats_are_written_into_the_page_and_the_readme(too
     assert "images/returning_chats.png" in first
     assert "vLLM 0.32.0 on 2 CPU cores" in first
     line = tool["chats_readme"]((ROOT / "README.md").read_text(), report)
-    assert "8.0 and 16.0 without a tier, 4.0 and 8.0 with vLLM's" in line
-    assert "3.0 and 6.0 with `fs`\nand 2.0 and 4.0 with `slab`" in line
+    assert "8.0, 16.0 without a tier; 4.0, 8.0 with vLLM's" in line
+    assert "3.0, 6.0 with `fs`, 2.0, 4.0 with `slab`" in line
 
 
 def test_every_figure_of_the_readmes_table_belongs_to_one_tier():

@@ -225,6 +225,23 @@ def test_a_temp_that_cannot_be_removed_is_removed_later(directory, caplog):
     assert "not removed" in caplog.text
 
 
+def test_a_temp_that_cannot_be_removed_keeps_no_other(directory):
+    ops = FaultyFileOps()
+    files = directory.files(ops)
+    ops.fail(errno.EIO, on="publish unlink")
+    for key in (A, B, C):
+        assert store_key(files, key).error is not None
+    stuck, *others = files.leftover_temps
+    assert len(others) == 2
+    ops.heal()
+    ops.fail(errno.EIO, on="unlink", when=lambda call: call.path == stuck)
+    for _ in range(2):
+        with pytest.raises(OSError, match="injected"):
+            files.sweep_leftover_temps()
+        assert files.leftover_temps == [stuck]
+        assert len(directory.temps()) == 1
+
+
 # -- checksums ----------------------------------------------------------------------------------
 
 

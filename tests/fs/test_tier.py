@@ -1,9 +1,11 @@
 """How jobs are spread over threads, and what a closed tier says."""
 
 import asyncio
+import concurrent.futures
 import errno
 import os
 import shutil
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -115,6 +117,33 @@ def test_nothing_is_open_after_the_close_however_the_directory_was_opened(direct
     with open_large(directory, ops, **options):
         pass
     assert not ops.open_fds
+
+
+def test_an_opening_that_is_cancelled_while_it_joins_the_count_leaves_nothing(directory):
+    ops = FaultyFileOps()
+    tier, opening = directory.tier(ops, capacity_bytes=MIB), []
+    hang = ops.hang(on="lock", when=lambda call: call.path.endswith("/.usage"))
+    open_tier = tier.open
+
+    async def opened(env):
+        opening.extend([asyncio.get_running_loop(), asyncio.current_task()])
+        await open_tier(env)
+
+    tier.open = opened
+
+    def cancel():
+        assert hang.entered.wait(60)
+        opening[0].call_soon_threadsafe(opening[1].cancel)
+        opening[0].call_soon_threadsafe(hang.release)
+
+    canceller = threading.Thread(target=cancel)
+    canceller.start()
+    with pytest.raises((asyncio.CancelledError, concurrent.futures.CancelledError)):
+        TierHarness(tier, 8, 4096)
+    canceller.join()
+    assert not ops.open_fds
+    assert not directory.usage().writers
+    assert not list((directory.folder / ".writers").iterdir())
 
 
 def test_the_grain_of_a_filesystem_is_no_less_than_a_sector():

@@ -206,6 +206,22 @@ def test_what_has_failed_keeps_nothing_that_it_was_called_with(operation):
 # -- an object store ----------------------------------------------------------------------------
 
 
+def test_a_server_that_answers_before_its_check_begins_is_checked_without_an_error():
+    runner = VirtualRunner()
+    client = FakeClient(servers=2)
+    calls = Calls(client, RemoteSettings(), RemoteCounters())
+
+    async def checked():
+        loop = asyncio.get_running_loop()
+        calls._suspects.update({0: 0.0, 1: 0.0})
+        checking = loop.create_task(calls.check([0, 1], loop.time() + 1.0))
+        loop.call_soon(calls._suspects.pop, 0)  # as a call to the server does when it succeeds
+        return await checking
+
+    assert runner.run(checked(), 10.0) == {}
+    runner.close(10.0)
+
+
 class CircularObjects(ObjectTier):
     """One whose library fails at what it is told to fail at."""
 

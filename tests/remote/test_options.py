@@ -109,6 +109,18 @@ def test_a_file_without_a_usable_password_is_named(tmp_path, content):
         ),
         ({"store_options": {"session_token": None}}, "store_options: session_token: it is not"),
         ({"store_options": {"allow_http": "yes"}}, "store_options: allow_http: 'yes' is not valid"),
+        (
+            {"url": "file:///not/there", "store_options": {"allow_http": "yes"}},
+            "store_options: allow_http: 'yes' is not valid",
+        ),
+        (
+            {
+                "url": "file:///not/there",
+                "endpoint": "https://h",
+                "store_options": {"endpoint": "https://h"},
+            },
+            "is given twice",
+        ),
         ({"tls_ca_file": "/not/there"}, "tls_ca_file: '/not/there' cannot be read"),
         (
             {"tls_ca_file": "/dev/null"},
@@ -327,6 +339,8 @@ def test_secrets_in_lists_of_a_tiers_options_are_masked():
     [
         f"valkey:url=redis://u:{SECRET}@h,x",
         f"theirs:depth=3,api_key={SECRET},x",
+        f"theirs,api_key={SECRET}:depth=3,x",
+        f"theirs,api_key={SECRET}:depth=3,depth=4",
         f'object:store_options={{"region":"eu","secret":"{SECRET}"}}',
         ":",
     ],

@@ -51,6 +51,18 @@ class TestStop:
         assert stall_timeout_s(spec) > 70
 
 
+@pytest.mark.parametrize("has_samples", [False, True])
+@pytest.mark.parametrize("engine", ["sync", "async"])
+def test_every_step_is_reported(engine, has_samples):
+    steps = []
+    spec = resolve(ReplayFlags(tiers=["example"]), ScratchFolder())
+    options = ReplayOptions(
+        engine=engine, has_samples=has_samples, on_step=lambda: steps.append(None)
+    )
+    assert replay(spec, ChatWorkload(limit=3), options).requests == 3
+    assert len(steps) >= 3
+
+
 class TestReport:
     def test_complains_of_what_must_never_happen(self):
         spec = resolve(ReplayFlags(tiers=["example"]), ScratchFolder())

@@ -8,7 +8,18 @@ import os
 
 import pytest
 from faulty_files import FaultyFileOps
-from slab.stores import BLOCK, FIXED, KIB, K, SlabStore, entered, flip, is_journal, sound
+from slab.stores import (
+    BLOCK,
+    FIXED,
+    KIB,
+    K,
+    SlabStore,
+    entered,
+    flip,
+    is_journal,
+    is_segment,
+    sound,
+)
 
 from kvoffload_async.errors import (
     BlockMissingError,
@@ -288,6 +299,50 @@ def test_a_cancelled_store_leaves_the_store_sound(slab_store):
         present = harness.contains(K[:6])
         assert present in (set(), set(K[:6]))
         assert harness.announced() == present
+
+
+def test_what_a_job_has_stored_before_it_is_cancelled_is_announced(slab_store):
+    ops = FaultyFileOps()
+    with slab_store.open(ops) as harness:
+        harness.store(K[10:12])
+        hang = ops.hang(on="pwrite", when=is_journal, times=1)
+
+        async def cancel():
+            job = make_job(900, K[:6], range(6), is_promotion=False)
+            task = asyncio.create_task(harness.tier.store(job))
+            await entered(hang)
+            task.cancel()
+            hang.release()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+        harness.run(cancel())
+        assert harness.contains(K[:6]) == set(K[:6])
+        assert harness.announced() == set(K[:6])
+        sound(harness.tier)
+
+
+def test_a_segment_that_a_cancelled_store_has_created_is_used(slab_store):
+    """Otherwise each such job, such as one that times out, adds one beyond the capacity."""
+    ops = FaultyFileOps()
+    with slab_store.open(ops, segment_bytes=32 * KIB, capacity_bytes=300 * KIB) as harness:
+        for _ in range(3):
+            hang = ops.hang(on="fallocate", when=is_segment, times=1)
+
+            async def cancel(hang=hang):
+                job = make_job(900, K[:6], range(6), is_promotion=False)
+                task = asyncio.create_task(harness.tier.store(job))
+                while not (task.done() or hang.entered.is_set()):  # noqa: ASYNC110 - as `entered`
+                    await asyncio.sleep(0)
+                task.cancel()
+                hang.release()
+                await asyncio.wait([task])
+
+            harness.run(cancel())
+            assert len(list(slab_store.folder.glob("segment-*"))) == 1
+        assert harness.store(K[:6]) == {}
+        assert harness.load(K[:6]) == {}
+        sound(harness.tier)
 
 
 def test_the_same_key_in_two_stores_is_written_once(slab_store):

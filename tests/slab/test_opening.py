@@ -1,8 +1,12 @@
 """Opening a store: what survives, who else is there, and what is gone or damaged."""
 
+import asyncio
 import os
 import subprocess
 import sys
+import threading
+from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 from faulty_files import FaultyFileOps
@@ -11,8 +15,12 @@ from slab.stores import BLOCK, FIXED, KIB, K, SlabStore, flip, sound
 from kvoffload_async.errors import (
     ConfigError,
     CorruptBlockError,
+    TierTimeoutError,
     TierUnavailableError,
 )
+from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.runtime.bridge import Bridge
+from kvoffload_async.runtime.loop import LoopThread
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.slab.layout import journal_units, segment_name
 from kvoffload_async.tiers.slab.records import RECORD_BYTES
@@ -350,3 +358,56 @@ def test_a_store_for_which_no_threads_can_be_had_is_closed_again(slab_store, mon
     monkeypatch.setenv("KVOFFLOAD_NATIVE", "0")
     with slab_store.open() as harness:
         assert harness.store(K[:2]) == {}
+
+
+def join_threads(name):
+    for thread in threading.enumerate():
+        if thread.name.startswith(name):
+            thread.join(30.0)
+
+
+def late_opening(slab_store, release):
+    """Open a store while a call hangs, until the deadline; `release` lets the call go on."""
+    ops = FaultyFileOps()
+    hang = ops.hang(on="fdatasync", times=1)
+    view = memoryview(bytearray(4 * BLOCK)).cast("B", (4, BLOCK))
+    with closing(Bridge(LoopThread())) as bridge:
+        timer = threading.Timer(release, hang.release)
+        timer.start()
+        with pytest.raises(TierTimeoutError):
+            SecondaryTierManager(
+                None, view, "t", slab_store.tier(ops), runtime=bridge, open_timeout_s=0.1
+            )
+        timer.join()
+        join_threads("kvoffload-io")
+    return ops
+
+
+@pytest.mark.parametrize("release_s", [0.2, 1.0])
+def test_a_store_whose_opening_timed_out_can_be_opened_once_the_disk_responds(
+    slab_store, release_s
+):
+    """Also by the same process, which tries again."""
+    with slab_store.open() as harness:
+        harness.store(K[:5])
+    ops = late_opening(slab_store, release_s)
+    assert not ops.open_fds
+    with slab_store.open() as harness:
+        assert harness.announced() == set(K[:5])
+
+
+def test_a_store_whose_opening_is_cancelled_as_it_ends_can_be_opened_again(slab_store):
+    class Io:
+        async def run(self, _direction, call, **_options):
+            call()
+            raise asyncio.CancelledError
+
+    ops = FaultyFileOps()
+    view = memoryview(bytearray(4 * BLOCK)).cast("B", (4, BLOCK))
+    env = SimpleNamespace(kv_view=view, io=Io())
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(slab_store.tier(ops).open(env))
+    join_threads("kvoffload-close")
+    assert not ops.open_fds
+    with slab_store.open() as harness:
+        assert not harness.announced()

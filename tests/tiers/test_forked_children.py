@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from slab.stores import SlabStore
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.runtime.process_folder import ProcessFolder
 from kvoffload_async.testing.harness import TierHarness, key_of
+from kvoffload_async.tiers.files import locks
 from kvoffload_async.tiers.files.locks import LockedFile, locked
 from kvoffload_async.tiers.files.ops import FileOps
 from kvoffload_async.tiers.fs.writers import WriterRegistry
@@ -276,3 +278,9 @@ def test_a_holder_that_cannot_be_seen_is_named_as_recorded(tmp_path, monkeypatch
         (store.folder / LOCK).write_text("")
         with pytest.raises(ConfigError, match="already opened by process unknown; close"):
             store.open()
+
+
+def test_a_child_can_wait_for_a_lock_though_another_thread_was_about_to_wait_at_the_fork():
+    shared = getattr(locks._pause, "__self__", threading.Event())
+    with shared._cond:
+        assert in_child(lambda: locks._pause(0.001) is None)

@@ -78,6 +78,18 @@ def test_chunks_are_counted_until_their_request_is_scheduled(pair):
     assert data[TIERING + "chunk_hits"] == {("0:primary",): 1}
 
 
+def test_chunks_of_a_request_that_waits_for_the_device_are_counted_once(pair):
+    """vLLM asks again in each step until the device has room for the request."""
+    here = pair(EXAMPLE)
+    first, second = here.request(), here.request()
+    for _ in range(3):
+        assert here.lookups(keys_of(0, 1), first) == ["MISS", "MISS"]
+        assert here.manager.lookup_prefix(keys_of(2, 3), second) == (0, False)
+        here.manager.on_schedule_end(base.ScheduleEndContext((), ()))
+    queries, hits = figures_of(here, "chunk_queries", "chunk_hits")
+    assert (queries, hits) == ({"0:primary": 3, "1:example": 3}, {})
+
+
 def test_chunks_of_a_prompt_that_is_looked_up_at_once_are_counted_likewise(pair):
     here = pair([*EXAMPLE, *EXAMPLE])
     here.fill(1)

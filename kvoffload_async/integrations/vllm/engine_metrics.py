@@ -36,7 +36,6 @@ _COUNTERS: Final = {
     f"{_PREFIX}expired_deferrals": "Requests computed because they had waited too long for blocks.",
 }
 _TIER_COUNTERS: Final = {
-    TieringOffloadingMetrics.CHUNK_HITS: ("Looked-up blocks found in a tier.", "hits"),
     TieringOffloadingMetrics.READ_BYTES: ("Bytes read from a secondary tier.", "loaded_bytes"),
     TieringOffloadingMetrics.WRITE_BYTES: ("Bytes written to a secondary tier.", "stored_bytes"),
     TieringOffloadingMetrics.PROMOTION_JOB_FAILURES: (
@@ -62,9 +61,8 @@ _TIER_COUNTERS: Final = {
 """Metric -> its help text and its field of `TierStatistics`."""
 _DERIVED_COUNTERS: Final = {
     TieringOffloadingMetrics.CASCADE_JOB_FAILURES: "Cascades with a failed block.",
-    TieringOffloadingMetrics.CHUNK_QUERIES: (
-        "Blocks looked up in a tier; each once while its request waits."
-    ),
+    TieringOffloadingMetrics.CHUNK_QUERIES: "Blocks looked up in a tier, once per request.",
+    TieringOffloadingMetrics.CHUNK_HITS: "Looked-up blocks found in a tier.",
 }
 """Metric of a tier that is derived from its statistics -> its help text."""
 _GAUGES: Final = {
@@ -95,8 +93,6 @@ _DERIVED_GAUGES: Final = {
     ),
 }
 _ALLOCATIONS: Final = CPUOffloadingMetrics.CPU_ALLOCATION_SIZE
-_PRIMARY: Final = ("0:primary",)
-"""vLLM's value of the tier label for the primary."""
 CONFIG_INFO_KEYS: Final = (
     "kvoffload_async_version",
     "kvoffload_async_primary_blocks",
@@ -121,25 +117,28 @@ def definitions() -> dict[str, Any]:
     )
 
 
-class PrimaryLookups:
-    """Counts the lookups of blocks in the primary; a block counts once per request.
+class LookupCounts:
+    """Counts the lookups of blocks by tier; a block counts once per request and tier.
 
     As in vLLM, the first answer that is a hit or a miss counts, until the request is scheduled.
 
     Attributes:
-        queries: Blocks that were looked up.
+        queries: Blocks that were looked up, by tier; the primary counts as tier 0.
         hits: Those of them that were hits.
     """
 
     def __init__(self, planner: Planner) -> None:
-        self.queries = self.hits = 0
+        """Observe all lookups in the planner's tiers from now on."""
+        self.queries = [0] * (len(planner.tiers) + 1)
+        self.hits = self.queries.copy()
         self._planner = planner
-        self._open: dict[str, set[OffloadKey]] = {}
-        """Unscheduled request -> keys already counted."""
+        self._open: dict[str, list[set[OffloadKey]]] = {}
+        """Unscheduled request -> keys already counted, by tier."""
+        planner.search.on_answers = self._answered
 
     def began(self, req_id: str) -> None:
         """Record a new request, whose lookups are counted."""
-        self._open[req_id] = set()
+        self._open[req_id] = [set() for _ in self.queries]
 
     def scheduled(self, req_ids: Iterable[str]) -> None:
         """Record that requests were scheduled or finished; their later lookups are not counted."""
@@ -154,14 +153,16 @@ class PrimaryLookups:
         if counted is None:
             return
         primary, searched = self._planner.primary, self._planner.requests[request].searched
+        hits: list[OffloadKey] = []
+        misses: list[OffloadKey] = []
         for key, answer in zip(keys, answers, strict=False):
-            if key in counted:
+            if key in counted[0]:
                 continue
-            is_hit = answer is LookupResult.HIT
-            if is_hit or key in searched or primary.lookup(key) is LookupResult.MISS:
-                counted.add(key)
-                self.queries += 1
-                self.hits += is_hit
+            if answer is LookupResult.HIT:
+                hits.append(key)
+            elif key in searched or primary.lookup(key) is LookupResult.MISS:
+                misses.append(key)
+        self._count(0, counted, hits, misses)
 
     def looked_up_prefix(
         self, keys: Sequence[OffloadKey], request: ReqContext, found: int, *, is_deferred: bool
@@ -176,12 +177,37 @@ class PrimaryLookups:
             answers = [LookupResult.RETRY] * len(keys)
         self.looked_up(keys, request, answers)
 
+    def _answered(
+        self,
+        index: int,
+        request: ReqContext,
+        hits: Sequence[OffloadKey],
+        misses: Sequence[OffloadKey],
+    ) -> None:
+        """Record the results of a lookup in a tier."""
+        if (counted := self._open.get(request.req_id)) is not None:
+            self._count(index + 1, counted, hits, misses)
+
+    def _count(
+        self,
+        number: int,
+        counted: Sequence[set[OffloadKey]],
+        hits: Sequence[OffloadKey],
+        misses: Sequence[OffloadKey],
+    ) -> None:
+        known = counted[number]
+        before = len(known)
+        known.update(hits)
+        self.hits[number] += len(known) - before
+        known.update(misses)
+        self.queries[number] += len(known) - before
+
 
 class EngineCounts:
     """Counts the engine's metrics since the last `take_stats`.
 
     Attributes:
-        lookups: See `PrimaryLookups`; updated by the caller.
+        lookups: See `LookupCounts`; updated by the caller.
         allocations: Blocks granted per `prepare_store`; appended by the caller.
         failed_stores: Blocks that could not be stored; incremented by the caller.
         lost_tails: Blocks left out of a store and not offered again; incremented by the caller.
@@ -190,7 +216,7 @@ class EngineCounts:
     def __init__(self, manager: TieringOffloadingManager) -> None:
         self._manager = manager
         self._planner = planner = manager.planner
-        self.lookups = PrimaryLookups(planner)
+        self.lookups = LookupCounts(planner)
         self._reported: Counter[tuple[str, tuple[str, ...]]] = Counter()
         self.allocations: list[int] = []
         self.failed_stores = 0
@@ -225,8 +251,6 @@ class EngineCounts:
             counters.deferrals_expired,
         )
         totals: Counter[tuple[str, tuple[str, ...]]] = Counter()
-        totals[TieringOffloadingMetrics.CHUNK_QUERIES, _PRIMARY] = self.lookups.queries
-        totals[TieringOffloadingMetrics.CHUNK_HITS, _PRIMARY] = self.lookups.hits
         for name, value in zip(_COUNTERS, values, strict=True):
             totals[name, ()] = value
         for label, tier in self._labelled(stats.tiers):
@@ -234,7 +258,12 @@ class EngineCounts:
                 totals[name, label] = getattr(tier, field)
             failed_stores = tier.failed_jobs - tier.failed_loads
             totals[TieringOffloadingMetrics.CASCADE_JOB_FAILURES, label] = failed_stores
-            totals[TieringOffloadingMetrics.CHUNK_QUERIES, label] = tier.hits + tier.misses
+        labels = [("0:primary",), *(label for label, _ in self._labelled(stats.tiers))]
+        for label, queries, hits in zip(
+            labels, self.lookups.queries, self.lookups.hits, strict=True
+        ):
+            totals[TieringOffloadingMetrics.CHUNK_QUERIES, label] = queries
+            totals[TieringOffloadingMetrics.CHUNK_HITS, label] = hits
         return totals
 
     def _gauges(self, stats: OffloadingStatistics) -> Iterator[tuple[str, tuple[str, ...], float]]:

@@ -166,7 +166,7 @@ class KVOffloadWorker(base.OffloadingWorker):
         if self._copies.shutdown(self._timeout_s):
             self._buffer.release()
         else:
-            logger.warning("copies still run: the shared primary stays mapped")
+            logger.warning("copies are still running: the shared primary stays mapped")
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -205,7 +205,7 @@ class KVOffloadWorker(base.OffloadingWorker):
                 )
 
     def _incomplete(self, job: TransferJobSpec) -> BlockIds:
-        """Return the slots of a store job whose chunks may lack blocks.
+        """Return those slots of a store job that may hold a chunk with missing blocks.
 
         vLLM says which block of a group is the first one, and how many there are. So if only the
         first chunk lacks its first blocks, the others are whole; otherwise none can be trusted.

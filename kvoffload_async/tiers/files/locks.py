@@ -38,7 +38,9 @@ _FIRST_PAUSE_S: Final = 50e-6
 _LONGEST_PAUSE_S: Final = 0.02
 _MAKE: Final = os.O_RDWR | os.O_CREAT
 
-_pause: Final = threading.Event().wait
+
+def _pause(seconds: float) -> None:
+    threading.Event().wait(seconds)  # a new one: a child may be forked while another has its lock
 
 
 @contextlib.contextmanager

@@ -936,7 +936,7 @@ def read_file(ops: FileOps, path: str, max_bytes: int | None = None) -> memoryvi
 def read_given(
     path: str, max_bytes: int, check: Callable[[os.stat_result], None] = lambda _status: None
 ) -> bytes:
-    """Return the first bytes of a regular file that the configuration names.
+    """Return up to `max_bytes` from the start of a regular file named in the configuration.
 
     A pipe or a device is not waited for. Symbolic links are followed: the path is the operator's.
 

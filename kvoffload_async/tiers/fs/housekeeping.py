@@ -110,8 +110,8 @@ class Housekeeping:
             self._writers.living,
             leftover_bytes=lambda: len(files.leftover_temps) * block_bytes,
         )
+        self._usage = usage  # first: if this is cancelled, the count was joined nevertheless
         await self._run(lambda: usage.open(self._writers.entry_bytes()))
-        self._usage = usage
         self._walk = NamespaceWalk(files.ops, files.namespace, self._writers, usage)
         self._space = Space(
             files.settings.create_policy(min(capacity_bytes // block_bytes, MAX_NUMBERS)),

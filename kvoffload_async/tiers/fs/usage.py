@@ -193,7 +193,7 @@ class Usage:
 
     @property
     def moving_bytes(self) -> int:
-        """Bytes that writers may be moving or removing."""
+        """Bytes of blocks that writers may be moving or removing, which a walk may miss."""
         return sum([writer.moving_bytes for writer in self.writers.values()])
 
     @property
@@ -271,7 +271,7 @@ def _checksum(used: memoryview) -> int:
 
 
 def parsed(content: memoryview) -> Usage | None:
-    """Decode the newest valid state in a count's file; None if it has none of this format.
+    """Decode the newest valid state in a disk usage file; None if it has none of this format.
 
     Numbers that no directory has make the count unknown. The state before them is not used instead:
     the next changes would be lost, as they lead to such numbers again.
@@ -289,8 +289,9 @@ def parsed(content: memoryview) -> Usage | None:
             continue
         if version > VERSION or features:
             raise NewerCountError(
-                f"its count of bytes has format {version} (features {features:#x}), and this "
-                f"release knows format {VERSION}: use the release that wrote it"
+                f"the namespace's disk usage file has format {version} "
+                f"(features {features:#x}), and this release knows format {VERSION}: use the "
+                "release that wrote it"
             )
         slots.append((sequence, slot))
     slots.sort(key=itemgetter(0), reverse=True)

@@ -300,7 +300,7 @@ class NamespaceWalk:
                 self._writers.forget(writer_id)
 
     def _end_cycle(self, cycle: _Cycle, step: Step) -> None:
-        """End the cycle; the count is corrected if everything could be walked."""
+        """End the cycle; correct the recorded disk usage if the whole namespace was walked."""
         if self._usage is not None and not cycle.unwalked:
             self._usage.end_walk()
         step.ends_cycle = True

@@ -173,13 +173,20 @@ class BlockWriter:
         """Retry the removal of leftover temporary files. Thread-safe.
 
         Raises:
-            OSError: A file could not be removed; it is kept for the next attempt.
+            OSError: Files could not be removed; they are kept for the next attempt.
         """
+        failures: list[OSError] = []
         for temp in tuple(self.leftover_temps):  # other threads append
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                self.ops.unlink(temp)
+            try:
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                    self.ops.unlink(temp)
+            except OSError as error:  # others may be removable
+                failures = [error]
+                continue
             with contextlib.suppress(ValueError):  # another sweep was faster
                 self.leftover_temps.remove(temp)  # last: its bytes are counted until then
+        if failures:
+            raise failures.pop()  # which breaks the cycle with its frame
 
     def _store_one(self, item: StoreItem, row: memoryview) -> StoreStatus:
         path = self.namespace.get_file_name(item.key)

@@ -128,7 +128,9 @@ class ObjectOptions(RemoteSettings):
         return replace(settings, redact=Redactor(secrets))
 
     def locations(self, identity: KVIdentity) -> list[TierLocation]:
-        if not self.url.startswith("file:"):  # opening a file store creates its directory
+        if self.url.startswith("file:"):  # opening it creates its directory
+            self._given()
+        else:
             self.open()
         self.warn_of_large_blocks("object", identity.block_bytes)
         return [TierLocation(self.url, is_exclusive=False, key="url")]
@@ -141,14 +143,7 @@ class ObjectOptions(RemoteSettings):
         """
         from kvoffload_async.tiers.object.client import open_store  # noqa: PLC0415 - an extra
 
-        given = dict(self.store_options or {})
-        if self.endpoint is not None:
-            if "endpoint" in given:
-                raise ConfigError(
-                    "endpoint: is given twice, in store_options too; leave one of them out"
-                )
-            given["endpoint"] = self.endpoint
-        allow_http = parse_bool(given.pop("allow_http", False), "store_options: allow_http")
+        given, allow_http = self._given()
         more = {} if self.options_file is None else self.options_file.read(self.redact)
         for name in given.keys() & more.keys():
             raise ConfigError(
@@ -161,6 +156,17 @@ class ObjectOptions(RemoteSettings):
             timeout_s=self.call_timeout_s,
             ca_file=self.ca_file,
         )
+
+    def _given(self) -> tuple[dict[str, str | bool], bool]:
+        """Return the library's options that need no file, and whether `http://` is allowed."""
+        given = dict(self.store_options or {})
+        if self.endpoint is not None:
+            if "endpoint" in given:
+                raise ConfigError(
+                    "endpoint: is given twice, in store_options too; leave one of them out"
+                )
+            given["endpoint"] = self.endpoint
+        return given, parse_bool(given.pop("allow_http", False), "store_options: allow_http")
 
 
 def _secrets(options: Mapping[str, str | bool]) -> list[str]:
@@ -257,14 +263,13 @@ class ObjectTier(RemoteTier):
         asked: set[OffloadKey] = set()
 
         async def ask(keys: Sequence[OffloadKey]) -> set[OffloadKey]:
-            asked.update(key for key in keys if self._memory.get(key) is None)
+            asked.update(self._memory.unknown(keys))
             return await self._questions.ask(keys, deadline_s)
 
         lengths = await bisect_prefixes(chains, ask)
         for chain, length in zip(chains, lengths, strict=True):
             if length < len(chain) and chain[length] in asked:
-                rest = chain[length + 1 :]
-                self._memory.vanished(key for key in rest if self._memory.get(key) is None)
+                self._memory.vanished(self._memory.unknown(chain[length + 1 :]))
         return lengths
 
     def _create_client(self, namespace: str) -> RemoteClient:

@@ -333,7 +333,7 @@ class Calls:
         failures: dict[Server, TierError] = {}
 
         async def ask(server: Server) -> None:
-            if asyncio.get_running_loop().time() < self._suspects[server]:
+            if asyncio.get_running_loop().time() < self._suspects.get(server, -math.inf):
                 text = f"{self._client.location}: the server timed out recently"
                 failures[server] = self.fault_of(server, CallTimeoutError(text))
                 return

@@ -52,6 +52,11 @@ class ExpiringKeys:
         """Return whether a key was added and has not expired."""
         return self._expiry.get(key, now_s) > now_s
 
+    def others(self, keys: Iterable[OffloadKey], now_s: float) -> list[OffloadKey]:
+        """Return the keys that were not added, or have expired."""
+        expiry_of = self._expiry.get
+        return [key for key in keys if expiry_of(key, now_s) <= now_s]
+
 
 class ExistenceCache:
     """Cache of the answers to existence probes; positive and negative ones expire separately.
@@ -79,6 +84,11 @@ class ExistenceCache:
         if self._present.has(key, now_s):
             return True
         return False if self._absent.has(key, now_s) else None
+
+    def unknown(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+        """Return the keys of blocks whose existence is unknown."""
+        now_s = self._clock()
+        return self._absent.others(self._present.others(keys, now_s), now_s)
 
     def appeared(self, keys: Iterable[OffloadKey]) -> None:
         """Record that blocks exist."""

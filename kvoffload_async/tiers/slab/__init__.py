@@ -133,6 +133,7 @@ Segments are allocated when no slot is free, before anything is evicted: as many
 copy blocks, smaller ones in a small store. Jobs use them in turn, because the kernel serialises
 writes to one file. At the maximum number of segments, up to 256 slots are kept free, but at most a
 sixteenth of all and 32 MiB: so blocks that are stored together get adjacent slots, even after long
-use. A full disk ends the growth earlier; it is retried after a minute. Without preallocation, or
-with copy-on-write, writes may find no space: their jobs fail with a full tier.
+use. A full disk ends the growth earlier; it is retried after a minute. If there is no space for the
+next journal, or, without preallocation or with copy-on-write, for a block or a record, jobs fail
+with a full tier until there is.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -103,32 +104,33 @@ class Allocator:
 
     async def _add_segment(self) -> bool:
         """Add a segment; return False if none can be added now."""
-        slots = self._next_slots()
+        slots, created = self._next_slots(), list[int]()
         while slots:
             try:
-                create = partial(self._create, slots)
-                number = await self._env.io.run(Direction.STORE, create)
+                create = partial(self._create, slots, created)
+                await self._env.io.run(Direction.STORE, create)
             except LostDirectoryError as error:
                 raise mapped(error) from error  # a fault, not a full disk
             except OSError as error:
                 slots = self._smaller(slots, error)
             else:
-                self.why_limited = ""
-                self._store.table.add_segment(number, slots)
-                self._store.catalog.add_segment(number, slots)
                 return True
+            finally:  # also if cancelled: the segment exists
+                for number in created:
+                    self.why_limited = ""
+                    self._store.table.add_segment(number, slots)
+                    self._store.catalog.add_segment(number, slots)
         return False
 
-    def _create(self, slots: int) -> int:
-        """Create a segment, after reserving journal space for it; return its number.
+    def _create(self, slots: int, created: list[int]) -> None:
+        """Create a segment, after reserving journal space for it; append its number to `created`.
 
         Thread: an I/O thread.
         """
         store = self._store
         store.journal.reserve(slots + sum(store.table.slots().values()))
-        number = store.segments.create(slots)
+        created.append(store.segments.create(slots))
         store.journal.note_new_file()
-        return number
 
     def _next_slots(self) -> int:
         present = self._store.catalog.segments.values()
@@ -234,11 +236,20 @@ class SlabTier(AsyncTier):
         key_id = None if (key := settings.integrity_key) is None else key.id.hex()
         identity = settings.run_config, settings.rank, block_bytes, key_id
         layout = StoreLayout(settings.root_dir, *identity)
-        construct = partial(self._open_store, layout, budget)
+        opened: list[OpenStore] = []
+        is_given_up = threading.Event()
+        construct = partial(self._open_store, layout, budget, opened, is_given_up)
         try:
-            store = await env.io.run(Direction.METADATA, construct)
-        except OSError as error:
-            raise unusable(settings.root_dir, error) from error
+            await env.io.run(Direction.METADATA, construct, withdraw=is_given_up.set)
+        except BaseException as error:
+            is_given_up.set()
+            if opened:  # cancelled as the call ended; the I/O threads may be gone
+                close = partial(self._close_given_up, opened)
+                threading.Thread(target=close, name="kvoffload-close", daemon=True).start()
+            if isinstance(error, OSError):
+                raise unusable(settings.root_dir, error) from error
+            raise
+        store = opened.pop()
         try:
             self._transfers = Transfers(env, self._ops, store)
         except BaseException:
@@ -422,19 +433,36 @@ class SlabTier(AsyncTier):
 
     # -- opening and closing ----------------------------------------------------------------------
 
-    def _open_store(self, layout: StoreLayout, budget: Budget) -> OpenStore:
+    def _open_store(
+        self,
+        layout: StoreLayout,
+        budget: Budget,
+        opened: list[OpenStore],
+        is_given_up: threading.Event,
+    ) -> None:
         """Open the root directory, creating it if missing, and the store in it.
 
-        Thread: an I/O thread.
+        The store is appended to `opened`. If the opening was given up meanwhile, it is closed, so
+        that it can be opened again. Thread: an I/O thread.
         """
         settings, root_dir = self._settings, self._settings.root_dir
         self._ops.enter(root_dir, settings.modes, sync=settings.fsync)
         try:
             warn_of_others(root_dir, self._ops.stat(root_dir))
-            return OpenStore(self._ops, layout, settings, budget, self._create_policy)
+            opened.append(OpenStore(self._ops, layout, settings, budget, self._create_policy))
         except BaseException:
             self._ops.leave(root_dir)
             raise
+        if is_given_up.is_set():
+            self._close_given_up(opened)
+
+    def _close_given_up(self, opened: list[OpenStore]) -> None:
+        """Close a store that is not awaited, unless another thread has. Thread: not the loop's."""
+        try:
+            store = opened.pop()
+        except IndexError:
+            return
+        self._close_store(store)
 
     def _close_store(self, store: OpenStore) -> None:
         """Close the store and the root directory. Thread: an I/O thread."""

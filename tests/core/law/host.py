@@ -386,7 +386,7 @@ class Host:
             if len(run) < min(len(request.wants), room.budget) and request.blocked_since_s is None:
                 key = list(request.wants)[len(run)]
                 is_there = self.primary.lookup(key) is not MISS
-                if is_there or self.planner._search.find([key], request, self.now_s) != [None]:
+                if is_there or self.planner.search.find([key], request, self.now_s) != [None]:
                     self.refused.append(f"a ticket is granted without {self.names[key]}")
             return grant(request, run, absent)
 

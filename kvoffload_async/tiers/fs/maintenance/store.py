@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import PurePath
 from typing import ClassVar, Self
 
 from kvoffload_async.abc.maintenance import (
@@ -208,9 +207,12 @@ class NamespaceCleanup(Cleanup[RemovedFiles]):
         if not self._namespace.is_vllms:
             return
         files = (*scan.blocks, *scan.temps, *scan.unknown_files)
-        left = {*(file.path for file in files), *scan.other_folders} - self._gone
-        folders = {path.rpartition("/")[0] for path in left}
-        occupied = folders.union(str(above) for path in folders for above in PurePath(path).parents)
+        occupied: set[str] = set()
+        for path in {*(file.path for file in files), *scan.other_folders} - self._gone:
+            above = path.rpartition("/")[0]
+            while above and above not in occupied:  # else its parents are known, too
+                occupied.add(above)
+                above = above.rpartition("/")[0]
         for folder in sorted(set(scan.folders) - occupied, reverse=True):
             with contextlib.suppress(OSError):  # it is in use again
                 removal = Removal(folder, "empty", disk_bytes(self._ops.stat(folder)))
