@@ -111,6 +111,7 @@ def test_nothing_is_promoted_ahead_while_a_request_waits_for_room():
     queue(world, "a")
     world.step()
     assert len(world.running) == 1
+    world.finish_all()
     world.wind_down()
 
 

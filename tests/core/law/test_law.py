@@ -36,6 +36,15 @@ HUNG = Setting(
 )
 GONE = replace(HUNG, runs=("ab", "cd"), below={0: "cd", 1: "ab"})
 AHEAD = replace(ONE_TIER, ahead=frozenset({0, 1}), early=2)
+BEHIND = replace(
+    ONE_TIER,
+    slots=4,
+    runs=("ab", "cd", "e"),
+    below={0: "abcde"},
+    ahead=frozenset({2}),
+    early=1,
+    **ONCE,
+)
 HUNG_STORES = replace(ONE_STORE, tiers=2, hung=frozenset({1}), copies=2)
 
 SETTINGS = {
@@ -70,6 +79,7 @@ SWEEP = {
     "stores in all slots": MANY_STORES,
     "a tier that hangs with stores": HUNG_STORES,
     "three requests": Setting(2, ("a", "b", "c"), {0: "abc"}, **LONG_STEPS, **ONCE),
+    "prefetch behind two requests": BEHIND,
     "two tiers for each": replace(GONE, below={0: "ac", 1: "bd"}),
     "more stores than slots": replace(MANY_STORES, stores=tuple("wxyz")),
     "short steps": replace(ONE_TIER, stores=("x",), step_s=0.75, **ONCE),
@@ -227,7 +237,7 @@ def _holds_a_failed_prefetch_against_requests(monkeypatch):
 
 
 WRONG = [
-    (_promotes_ahead_of_the_queue, AHEAD, "although another waits"),
+    (_promotes_ahead_of_the_queue, BEHIND, "although another waits"),
     (
         _keeps_early_tickets_from_stores,
         replace(AHEAD, stores=("wxy",), early=3, writes_back=False, **ONCE),
