@@ -605,8 +605,7 @@ class Planner:
     def _begin_round(self, request: RequestState) -> None:
         """Begin a request's series of lookups; the previous request's series ends."""
         self._asking, self._ahead = request, {}
-        if self.prefetcher.queued:
-            self.prefetcher.queued.pop(request, None)
+        self.prefetcher.forget(request)
         self.search.begin_round(request, self.now_s)
         self.room.begin_round(request, self.now_s)
 
@@ -621,8 +620,7 @@ class Planner:
     def _proceed(self, request: RequestState) -> None:
         waited = request.waits
         self._decide(request)
-        if self.prefetcher.queued:
-            self.prefetcher.queued.pop(request, None)
+        self.prefetcher.forget(request)
         if waited or request.ticket:
             self.room.leave(request)
             self._asking = None

@@ -55,8 +55,15 @@ class Prefetch:
         if keys and not (request.waits or request.ticket):
             self.queued[request] = keys
 
+    def forget(self, request: RequestState) -> None:
+        """Remove a request from the queue: it is looked up, it has begun to run, or it has ended."""
+        if self.queued.pop(request, None) is not None:
+            request.lacking.clear()
+
     def serve(self, now_s: float) -> None:
         """Look queued requests up at a step's end, and give early tickets to those found."""
+        if not any(tier.takes_prefetch(now_s) for tier in self._tiers):
+            return
         num_keys = 0
         for request, keys in list(islice(self.queued.items(), _REQUESTS_A_STEP)):
             left = self._room.left_early
@@ -74,7 +81,7 @@ class Prefetch:
             if run and not (has_room and self._room.prefetch(request, run, absent, is_cut=is_cut)):
                 self._blocked_at = state
                 return
-            del self.queued[request]
+            self.forget(request)
 
     def landed(self, tier: int, request: RequestState | None, keys: Sequence[OffloadKey]) -> None:
         """Count blocks that were promoted ahead; `request` is None if it has ended."""
@@ -93,7 +100,7 @@ class Prefetch:
 
     def ended(self, request: RequestState) -> None:
         """Count the blocks promoted for a request that has ended, and that nobody has loaded."""
-        self.queued.pop(request, None)
+        self.forget(request)
         keys, request.prefetched = request.prefetched, []
         self._discard([key for key in keys if self._blocks.get(key, (0, None))[1] is request])
 
@@ -116,7 +123,6 @@ class Prefetch:
         missing = [key for key, has in zip(keys, states, strict=True) if has is LookupResult.MISS]
         self._search.begin_round(request, now_s, is_early=True)
         verdicts = self._search.ask(missing, request, is_paused=False, stop_at_miss=True)
-        request.lacking.clear()
         tiers = self._search.find(missing, request, now_s, is_early=True)
         absent: dict[OffloadKey, int] = {}
         for key, tier in zip(missing, tiers, strict=True):

@@ -71,6 +71,14 @@ class _Nearest:
         return answers
 
 
+def _clearing(unsure, begin_round):
+    def begin(*args, **options):
+        unsure.clear()
+        begin_round(*args, **options)
+
+    return begin
+
+
 class PlannerMachine(RuleBasedStateMachine):
     """Few rules with much in each: then hypothesis spends its steps on what interacts."""
 
@@ -99,6 +107,8 @@ class PlannerMachine(RuleBasedStateMachine):
             tier.lookup_many = _Nearest(
                 tier.lookup_many, is_remote=index in setup["remote"], unsure=self.unsure
             )
+        search = self.world.planner.search
+        search.begin_round = _clearing(self.unsure, search.begin_round)
         if tiers:
             self.world.fill(tiers - 1, sorted(stored_before))
         self.serve_in_order()

@@ -175,7 +175,6 @@ def test_a_tier_whose_prefetch_failed_is_not_asked_ahead_for_a_while():
     world.step()
     assert not world.running
     world.step(5.0)
-    queue(world, "cd", "third")
     world.step()
     assert [job.keys for _, job in world.running.values()] == [tuple(ks("cd"))]
     world.wind_down()

@@ -176,10 +176,10 @@ def _ends_no_turn(monkeypatch):
 def _tells_one_of_a_failure(monkeypatch):
     tell_all = Room.unwritten
 
-    def tell_one(room, keys, tier=None):
+    def tell_one(room, keys, tier=None, **options):
         for key in keys:
             del room._awaited.get(key, [])[1:]
-        tell_all(room, keys, tier)
+        tell_all(room, keys, tier, **options)
 
     monkeypatch.setattr(Room, "unwritten", tell_one)
 
