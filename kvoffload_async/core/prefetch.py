@@ -10,6 +10,7 @@ deferral. A tier whose prefetch has failed is not asked for a while, nor is one 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Final
@@ -18,7 +19,7 @@ from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.requests import RequestState
 from kvoffload_async.core.room import Room
 from kvoffload_async.core.search import TierSearch
-from kvoffload_async.core.tier_state import TierState
+from kvoffload_async.core.tier_state import TURN_S, TierState
 from kvoffload_async.types import LookupResult, OffloadKey
 
 _REQUESTS_A_STEP: Final = 8
@@ -46,6 +47,8 @@ class Prefetch:
         self._room = room
         self._blocks: dict[OffloadKey, tuple[int, RequestState]] = {}
         """Promoted block that no request has loaded since -> its tier, and for which request."""
+        self._is_due = False
+        """Whether the last step has served a request, so that the next one may serve more."""
         self._blocked_at: tuple[RequestState, int, int] | None = None
         """The request that found no room, and the blocks left to early tickets and
         `Primary.room_made` then."""
@@ -56,21 +59,25 @@ class Prefetch:
             self.queued[request] = keys
 
     def forget(self, request: RequestState) -> None:
-        """Remove a request from the queue: it is looked up, it has begun to run, or it has ended."""
+        """Remove a request from the queue: it was looked up, has begun to run, or has ended."""
         if self.queued.pop(request, None) is not None:
             request.lacking.clear()
 
+    def forget_all(self) -> None:
+        """Empty the queue; blocks promoted already stay."""
+        for request in list(self.queued):
+            self.forget(request)
+
     def serve(self, now_s: float) -> None:
         """Look queued requests up at a step's end, and give early tickets to those found."""
+        self._is_due = False
         if not any(tier.takes_prefetch(now_s) for tier in self._tiers):
             return
         num_keys = 0
         for request, keys in list(islice(self.queued.items(), _REQUESTS_A_STEP)):
             left = self._room.left_early
-            if left <= 0 or num_keys >= _KEYS_A_STEP:
-                return
             state = request, left, self._primary.room_made
-            if self._blocked_at == state:
+            if left <= 0 or num_keys >= _KEYS_A_STEP or self._blocked_at == state:
                 return
             num_keys += min(left, len(keys))
             run, absent = self._find(request, keys[:left], now_s)
@@ -82,6 +89,13 @@ class Prefetch:
                 self._blocked_at = state
                 return
             self.forget(request)
+            self._is_due = True
+
+    def wakes_in_s(self) -> float:
+        """Return the seconds until a step is due for queued requests; inf if there are none."""
+        if not self.queued:
+            return math.inf
+        return 0.0 if self._is_due else TURN_S / 2
 
     def landed(self, tier: int, request: RequestState | None, keys: Sequence[OffloadKey]) -> None:
         """Count blocks that were promoted ahead; `request` is None if it has ended."""
@@ -106,7 +120,7 @@ class Prefetch:
 
     def reset(self) -> None:
         """Forget all requests; blocks that were promoted for them and not loaded are lost."""
-        self.queued.clear()
+        self.forget_all()
         self._discard(list(self._blocks))
         self._blocked_at = None
 

@@ -296,7 +296,7 @@ class PlannerDriver:
         for link in self._tiers.external:  # they send no notifications
             if link.state.jobs.orphaned_count or link.has_pending_work():
                 due_s = min(due_s, POLL_S)
-        return min(due_s, self.planner.room.wakes_in_s())
+        return min(due_s, self.planner.room.wakes_in_s(), self.planner.prefetcher.wakes_in_s())
 
     def invalidate(self, generation: int | str) -> None:
         """Begin a new key generation after a change of weights, between steps. Non-blocking.
@@ -311,7 +311,7 @@ class PlannerDriver:
         """
         self._ensure_open()
         self.generation = Generation(parse_generation(generation, "generation"))
-        self.planner.prefetcher.queued.clear()
+        self.planner.prefetcher.forget_all()
 
     # -- timelines of requests ------------------------------------------------------------------
 
