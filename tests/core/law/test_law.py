@@ -230,10 +230,10 @@ def _keeps_early_tickets_from_stores(monkeypatch):
 def _holds_a_failed_prefetch_against_requests(monkeypatch):
     fail = Room.fail
 
-    def held_against(room, tier, keys, *, orphaned, is_early):
+    def fail_for_all(room, tier, keys, *, orphaned, is_early):
         fail(room, tier, keys, orphaned=orphaned, is_early=False)
 
-    monkeypatch.setattr(Room, "fail", held_against)
+    monkeypatch.setattr(Room, "fail", fail_for_all)
 
 
 WRONG = [
