@@ -219,16 +219,24 @@ class OffloadingConnectorScheduler:
 
     # -- a request starts -----------------------------------------------------------------------
 
-    def on_new_request(self, request: SchedulerRequest) -> None:
+    def on_new_request(self, request: SchedulerRequest, num_computed_tokens: int = 0) -> None:
         """Have the blocks of a request that is queued promoted before its first lookup.
 
         Optional. Only with one group of full attention: others load different blocks, depending on
         how much of the prompt is found.
+
+        Args:
+            request: A request that the scheduler has queued.
+            num_computed_tokens: Tokens from its start that are present on the device.
         """
-        state = self._known(request)
-        if len(state.groups) == 1 and self.geometry.chunks_per_window(0) is None:
-            state.extend_keys(self.geometry)
-            self.manager.prefetch(tuple(state.groups[0].keys), state.ctx)
+        state, geometry = self._known(request), self.geometry
+        if len(state.groups) > 1 or geometry.chunks_per_window(0) is not None:
+            return
+        state.extend_keys(geometry)
+        tokens_per_chunk = geometry.tokens_per_chunk(0)
+        start = num_computed_tokens // tokens_per_chunk
+        end = self._load_limit(request, num_computed_tokens) // tokens_per_chunk
+        self.manager.prefetch(tuple(state.groups[0].keys[start:end]), state.ctx)
 
     def get_num_new_matched_tokens(
         self, request: SchedulerRequest, num_computed_tokens: int
@@ -252,9 +260,7 @@ class OffloadingConnectorScheduler:
         if not state.may_load:
             return 0, False
         state.extend_keys(self.geometry)
-        limit = request.num_tokens - 1
-        if self.geometry.max_load_tokens is not None:
-            limit = min(limit, num_computed_tokens + self.geometry.max_load_tokens)
+        limit = self._load_limit(request, num_computed_tokens)
         match = match_prefix(state, self.geometry, num_computed_tokens, limit, self.manager)
         if match.is_deferred:
             return None, False
@@ -411,6 +417,13 @@ class OffloadingConnectorScheduler:
         )
 
     # -- internal: requests ---------------------------------------------------------------------
+
+    def _load_limit(self, request: SchedulerRequest, num_computed_tokens: int) -> int:
+        """Return how many leading tokens may be present once a request's load has ended."""
+        limit = request.num_tokens - 1
+        if self.geometry.max_load_tokens is not None:
+            limit = min(limit, num_computed_tokens + self.geometry.max_load_tokens)
+        return limit
 
     def _known(self, request: SchedulerRequest) -> ConnectorRequest:
         state = self._requests.get(request.request_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from itertools import takewhile
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -94,9 +95,15 @@ class KVOffloadConnector(OffloadingConnector):
         self._failing: KVOffloadWorker | None = None
         manager = getattr(self.connector_scheduler, "manager", None)
         self._again: KVOffloadManager | None = None
+        self._device_blocks: Any = None  # vLLM's block pool
         if isinstance(manager, KVOffloadManager) and manager.offers_again:
             self._again = manager
             BatchedLookups(manager).replace_in(self.connector_scheduler)
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:  # noqa: ANN401 - as above
+        """Remember the device's blocks: those are not promoted ahead that it has already."""
+        super().bind_gpu_block_pool(gpu_block_pool)
+        self._device_blocks = gpu_block_pool
 
     def on_new_request(self, request: Any) -> None:  # noqa: ANN401 - as above
         """Begin a request; its blocks are promoted while it is queued.
@@ -105,14 +112,27 @@ class KVOffloadConnector(OffloadingConnector):
         on how much of the prompt is found.
         """
         super().on_new_request(request)
-        scheduler = self.connector_scheduler
-        groups = scheduler.config.kv_group_configs
-        if self._again is None or request.skip_reading_prefix_cache or len(groups) > 1:
+        if self._again is None or request.skip_reading_prefix_cache:
             return
-        if groups[0].sliding_window_size_in_chunks is None:
-            status = scheduler._req_status[request.request_id]  # noqa: SLF001 - see version.py
-            status.update_offload_keys()
-            self._again.prefetch(tuple(status.group_states[0].offload_keys), status.req_context)
+        group, *others = self.connector_scheduler.config.kv_group_configs
+        if others or group.sliding_window_size_in_chunks is not None:
+            return
+        status = self.connector_scheduler._req_status[request.request_id]  # noqa: SLF001
+        status.update_offload_keys()
+        start = self._tokens_on_device(request) // group.tokens_per_chunk
+        end = len(status.group_states[0].offload_keys)
+        if status.max_load_tokens is not None:
+            end = min(end, start + status.max_load_tokens // group.tokens_per_chunk)
+        keys = tuple(status.group_states[0].offload_keys[start:end])
+        self._again.prefetch(keys, status.req_context)
+
+    def _tokens_on_device(self, request: Any) -> int:  # noqa: ANN401 - as above
+        """Return how many leading tokens of a request are in vLLM's own prefix cache."""
+        blocks = 0
+        if self._device_blocks is not None:
+            find = self._device_blocks.get_cached_block
+            blocks = sum(1 for _ in takewhile(lambda block: find(block, [0]), request.block_hashes))
+        return blocks * self.connector_scheduler.config.tokens_per_hash
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:  # noqa: ANN401 - as above
         """Return a step's jobs; blocks that a store left out are offered again in the next step."""

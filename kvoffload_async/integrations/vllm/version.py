@@ -23,6 +23,7 @@ CONTRACT: Final = HostContract(
         f"{_OFFLOAD}.base:OffloadingWorker": (),
         f"{_OFFLOAD}.tiering.base:SecondaryTierManager": (),
         f"{_CONNECTOR}.offloading_connector:OffloadingConnector": (
+            "bind_gpu_block_pool",
             "build_connector_meta",
             "get_transfer_results",
             "on_new_request",
@@ -64,13 +65,15 @@ CONTRACT: Final = HostContract(
         f"{_SCHEDULER}:RequestGroupState": ("next_stored_chunk_idx", "offload_keys"),
         f"{_SCHEDULER}:RequestOffloadState": (
             "group_states",
+            "max_load_tokens",
             "req_context",
             "update_offload_keys",
         ),
-        f"{_SCHEDULER}:SchedulerOffloadConfig": ("kv_group_configs",),
-        f"{_SCHEDULER}:GroupOffloadConfig": ("sliding_window_size_in_chunks",),
-        "vllm.v1.request:Request": ("skip_reading_prefix_cache",),
+        f"{_SCHEDULER}:SchedulerOffloadConfig": ("kv_group_configs", "tokens_per_hash"),
+        f"{_SCHEDULER}:GroupOffloadConfig": ("sliding_window_size_in_chunks", "tokens_per_chunk"),
+        "vllm.v1.request:Request": ("block_hashes", "skip_reading_prefix_cache"),
         f"{_CONNECTOR}.offloading.events:OffloadingEventsTracker": ("self_describing_enabled",),
+        "vllm.v1.core.block_pool:BlockPool": ("get_cached_block",),
         "vllm.v1.core.sched.output:SchedulerOutput": ("finished_req_ids",),
     },
 )
