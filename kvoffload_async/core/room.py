@@ -190,6 +190,8 @@ class Room:
         """Begin a request's lookups: keys appended to `found` from now on are its own."""
         self._rounds.append((request, len(self.found)))
         request.begin_round(now_s)
+        if request.is_expired:
+            self.leave(request)
 
     def hold(self, request: RequestState, keys: Sequence[OffloadKey]) -> int | None:
         """Give a request a ticket for readable blocks, without promoting any.
