@@ -209,6 +209,8 @@ class Room:
         """Begin a request's lookups: keys appended to `found` from now on are its own."""
         self._rounds.append((request, len(self.found)))
         request.begin_round(now_s)
+        if request.is_expired:
+            self.leave(request)
         if self.early.pop(request, None) is None:
             return
         if request.is_cut:

@@ -219,6 +219,22 @@ def test_a_reset_stops_the_clock():
     world.wind_down()
 
 
+def test_a_request_that_expires_amid_a_step_holds_no_room_once_it_asks_again():
+    world, ctx = stored_below(names="abc", deferral_s=3.0)
+    world.lookups(ctx, ks("ab"), stop_at_miss=True)
+    world.step(1.0)
+    for _ in range(4):
+        world.lookup(ctx, "a")
+        if world.planner.requests[ctx].is_expired:
+            break
+        world.step(1.0)
+    world.lookup(world.begin("other"), "z")
+    assert world.lookup(ctx, "c") is MISS
+    world.check()
+    assert not world.planner.room.named_blocks
+    world.wind_down()
+
+
 def test_for_an_expired_request_pending_means_missing_and_hits_stay_hits():
     world, ctx = stored_below(names="ab", deferral_s=1.0)
     world.store(ctx, "x")
