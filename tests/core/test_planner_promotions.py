@@ -243,3 +243,16 @@ def test_for_an_expired_request_pending_means_missing_and_hits_stay_hits():
     assert [world.lookup(ctx, name) for name in "abx"] == [MISS, MISS, HIT]
     assert world.lookup(world.begin("other"), "b") is PENDING
     world.wind_down()
+
+
+def test_an_observer_is_told_what_each_tier_has_and_lacks():
+    world, ctx = stored_below(names="ab")
+    told = []
+    world.planner.search.on_answers = lambda *answer: told.append(answer)
+    world.lookups(ctx, ks("axb"))
+    assert told == [(0, ctx, ks("ab"), ks("x"))]
+    world.lookup(ctx, "a")
+    assert len(told) == 1, "nothing is asked of a tier while the request waits"
+    world.step()
+    world.finish_all()
+    world.wind_down()
