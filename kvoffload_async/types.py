@@ -10,7 +10,7 @@ import enum
 from array import array
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NewType, TypeVar
+from typing import Any, Final, NamedTuple, NewType, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,19 @@ OffloadKey = NewType("OffloadKey", bytes)
 The hash is the *chained* prefix hash, so equal keys mean equal contents for that group. A key is
 bytes and not a tuple, so that the garbage collector does not track millions of them.
 """
+
+
+class SlidingWindow(NamedTuple):
+    """A group of layers that attend to a window: it loads the last blocks of a found prefix.
+
+    Attributes:
+        keys: The keys of its blocks of a prompt, first block first.
+        num_blocks: Number of blocks that a window needs, at least 1.
+    """
+
+    keys: Sequence[OffloadKey]
+    num_blocks: int
+
 
 ENGINE_REQ_ID: Final = "kvoffload_async:engine"
 """The `req_id` of the engine's own work: late cascades, and the `touch` calls of tiers.

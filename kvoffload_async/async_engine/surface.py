@@ -364,7 +364,8 @@ class OffloadEngine:
             StateError: The request has ended.
         """
         self._begin_call()
-        self._driver.planner.prefetch(self._driver.generation.current(request.keys), request.ctx)
+        if self._driver.generation.current(request.keys):
+            self._driver.planner.prefetch(request.keys, request.ctx)
         self._steps.schedule()
 
     async def lookup(self, request: EngineRequest, timeout_s: float = 10.0) -> int:

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from kvoffload_async.core.cascades import Cascades, EngineContext, Touches
 from kvoffload_async.core.counters import Figures, FigureSet, PlannerCounters
 from kvoffload_async.core.ledger import JobRecord
-from kvoffload_async.core.prefetch import Prefetch
+from kvoffload_async.core.prefetch import Prefetch, Prompt
 from kvoffload_async.core.primary import PRIMARY_FIGURES, Primary
 from kvoffload_async.core.requests import RequestState
 from kvoffload_async.core.room import Room
@@ -31,6 +31,7 @@ from kvoffload_async.types import (
     OffloadKey,
     PrepareStoreOutput,
     ReqContext,
+    SlidingWindow,
     as_block_ids,
 )
 
@@ -124,18 +125,23 @@ class Planner:
         self.prefetcher.ended(request)
         self._end_if_done(request)
 
-    def prefetch(self, keys: Sequence[OffloadKey], ctx: ReqContext) -> None:
+    def prefetch(
+        self, keys: Sequence[OffloadKey], ctx: ReqContext, windows: Sequence[SlidingWindow] = ()
+    ) -> None:
         """Have the blocks of a request that is queued promoted before its first lookup.
 
         Args:
             keys: The keys of its prompt, in order.
             ctx: The request; without effect if it has been looked up.
+            windows: The groups with sliding-window attention; `keys` are those of the other one.
 
         Raises:
             StateError: See `lookup_many`.
         """
         require_keys(keys)
-        self.prefetcher.queue(self._live_request(ctx), keys)
+        for window in windows:
+            require_keys(window.keys)
+        self.prefetcher.queue(self._live_request(ctx), Prompt(keys, windows))
 
     def lookup(self, key: OffloadKey, ctx: ReqContext) -> LookupResult:
         """Look up one key; see `lookup_many`.

@@ -12,19 +12,36 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import islice
-from typing import Final
+from itertools import chain, islice
+from typing import Final, NamedTuple
 
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.requests import RequestState
 from kvoffload_async.core.room import Room
 from kvoffload_async.core.search import TierSearch
 from kvoffload_async.core.tier_state import TURN_S, TierState
-from kvoffload_async.types import LookupResult, OffloadKey
+from kvoffload_async.types import LookupResult, OffloadKey, SlidingWindow
 
 _REQUESTS_A_STEP: Final = 8
 _KEYS_A_STEP: Final = 512
 """Keys looked up in a step, after which no further request is: a step is short, whatever waits."""
+
+
+class Prompt(NamedTuple):
+    """The blocks of a prompt.
+
+    Attributes:
+        keys: The keys of the group with full attention, head to tail.
+        windows: The other groups; their blocks have as many tokens.
+    """
+
+    keys: Sequence[OffloadKey]
+    windows: Sequence[SlidingWindow]
+
+    @property
+    def num_window_blocks(self) -> int:
+        """Number of blocks that all windows need."""
+        return sum(window.num_blocks for window in self.windows)
 
 
 class Prefetch:
@@ -33,14 +50,14 @@ class Prefetch:
     Not thread-safe; call only from the owner's thread.
 
     Attributes:
-        queued: Request -> the keys of its prompt, first come, first served. Read-only.
+        queued: Request -> its prompt, first come, first served. Read-only.
     """
 
     def __init__(
         self, primary: Primary, tiers: Sequence[TierState], search: TierSearch, room: Room
     ) -> None:
         """Start without requests."""
-        self.queued: dict[RequestState, Sequence[OffloadKey]] = {}
+        self.queued: dict[RequestState, Prompt] = {}
         self._primary = primary
         self._tiers = tiers
         self._search = search
@@ -53,10 +70,11 @@ class Prefetch:
         """The request that found no room, and the blocks left to early tickets and
         `Primary.room_made` then."""
 
-    def queue(self, request: RequestState, keys: Sequence[OffloadKey]) -> None:
-        """Queue a request that has not been looked up."""
-        if keys and not (request.waits or request.ticket):
-            self.queued[request] = keys
+    def queue(self, request: RequestState, prompt: Prompt) -> None:
+        """Queue a request that has not been looked up, unless its windows exceed the share."""
+        is_new = not (request.waits or request.ticket)
+        if is_new and prompt.keys and prompt.num_window_blocks < self._room.most_early:
+            self.queued[request] = prompt
 
     def forget(self, request: RequestState) -> None:
         """Remove a request from the queue: it was looked up, has begun to run, or has ended."""
@@ -74,18 +92,20 @@ class Prefetch:
         if not any(tier.takes_prefetch(now_s) for tier in self._tiers):
             return
         num_keys = 0
-        for request, keys in list(islice(self.queued.items(), _REQUESTS_A_STEP)):
+        for request, prompt in list(islice(self.queued.items(), _REQUESTS_A_STEP)):
             left = self._room.left_early
             state = request, left, self._primary.room_made
             if left <= 0 or num_keys >= _KEYS_A_STEP or self._blocked_at == state:
                 return
-            num_keys += min(left, len(keys))
-            run, absent = self._find(request, keys[:left], now_s)
+            most = left - prompt.num_window_blocks
+            num_keys += min(left, len(prompt.keys))
+            num_found = self._num_found(request, prompt.keys[: max(0, most)], now_s)
+            run = None if num_found is None else self._with_windows(request, prompt, num_found)
             if run is None:
                 continue
-            is_cut = len(run) == left < len(keys)
-            has_room = not (is_cut and self._room.early)  # only the first gets a part
-            if run and not (has_room and self._room.prefetch(request, run, absent, is_cut=is_cut)):
+            is_cut = num_found == most < len(prompt.keys)
+            has_room = most > 0 and not (is_cut and self._room.early)  # only the first gets a part
+            if not (has_room and self._grant(request, run, now_s, is_cut=is_cut)):
                 self._blocked_at = state
                 return
             self.forget(request)
@@ -126,27 +146,63 @@ class Prefetch:
 
     # -- internal -------------------------------------------------------------------------------
 
-    def _find(
+    def _num_found(
         self, request: RequestState, keys: Sequence[OffloadKey], now_s: float
-    ) -> tuple[list[OffloadKey] | None, dict[OffloadKey, int]]:
-        """Return a request's leading run, and from which tier its absent blocks may come.
+    ) -> int | None:
+        """Begin a round; return how many leading blocks are found; None: unknown yet."""
+        self._search.begin_round(request, now_s, is_early=True)
+        return self._look_up(request, keys)
 
-        The run is None while a tier's answer to one of its blocks is outstanding.
-        """
+    def _with_windows(
+        self, request: RequestState, prompt: Prompt, num_found: int
+    ) -> list[OffloadKey] | None:
+        """Return the blocks of a prompt's prefix that its groups load; None: unknown yet."""
+        end = shortest = num_found
+        while prompt.windows and end:
+            for window in prompt.windows:
+                window_end = self._window_end(request, window, shortest)
+                if window_end is None:
+                    return None
+                shortest = window_end
+            if shortest == end:
+                break
+            end = shortest
+        parts = [window.keys[max(0, end - window.num_blocks) : end] for window in prompt.windows]
+        return list(chain(prompt.keys[:num_found] if end else (), *parts))
+
+    def _window_end(self, request: RequestState, window: SlidingWindow, end: int) -> int | None:
+        """Return where the last window before `end` ends that is found; None: unknown yet."""
+        while end:
+            keys = window.keys[max(0, end - window.num_blocks) : end]
+            found = self._look_up(request, keys[::-1])
+            if found is None or found == len(keys):
+                return None if found is None else end
+            end -= found + 1
+        return 0
+
+    def _look_up(self, request: RequestState, keys: Sequence[OffloadKey]) -> int | None:
+        """Return how many leading blocks are found; None while a tier's answer is outstanding."""
         states = self._primary.lookup_many(keys)
         missing = [key for key, has in zip(keys, states, strict=True) if has is LookupResult.MISS]
-        self._search.begin_round(request, now_s, is_early=True)
         verdicts = self._search.ask(missing, request, is_paused=False, stop_at_miss=True)
-        tiers = self._search.find(missing, request, now_s, is_early=True)
-        absent: dict[OffloadKey, int] = {}
-        for key, tier in zip(missing, tiers, strict=True):
-            verdict = verdicts.get(key)
+        for key, verdict in verdicts.items():
             if verdict is LookupResult.RETRY:
-                return None, {}
-            if verdict is not LookupResult.HIT_PENDING or tier is None:
-                return list(keys[: keys.index(key)]), absent
-            absent[key] = tier
-        return list(keys), absent
+                return None
+            if verdict is not LookupResult.HIT_PENDING:
+                return keys.index(key)
+        return len(keys)
+
+    def _grant(
+        self, request: RequestState, run: Sequence[OffloadKey], now_s: float, *, is_cut: bool
+    ) -> bool:
+        """Give a request an early ticket for blocks that are found; return False without room."""
+        states = self._primary.lookup_many(run)
+        missing = [key for key, has in zip(run, states, strict=True) if has is LookupResult.MISS]
+        tiers = self._search.find(missing, request, now_s, is_early=True)
+        absent = {key: tier for key, tier in zip(missing, tiers, strict=True) if tier is not None}
+        if not run or len(absent) < len(missing):
+            return True  # nothing to promote, or no longer
+        return self._room.prefetch(request, run, absent, is_cut=is_cut)
 
     def _discard(self, keys: Iterable[OffloadKey]) -> None:
         for key in keys:

@@ -15,6 +15,7 @@ from kvoffload_async.types import (
     ReqContext,
     RequestOffloadingContext,
     ScheduleEndContext,
+    SlidingWindow,
 )
 
 
@@ -46,7 +47,12 @@ class OffloadingManager(ABC):
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """Begin a request; call exactly once, before any other call for the request."""
 
-    def prefetch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:  # noqa: B027
+    def prefetch(  # noqa: B027
+        self,
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext,
+        windows: Sequence[SlidingWindow] = (),
+    ) -> None:
         """Have a queued request's blocks promoted before its first lookup, while there is room.
 
         A hint: a manager without secondary tiers ignores it, and it has no effect on a request that
@@ -55,6 +61,8 @@ class OffloadingManager(ABC):
         Args:
             keys: The keys of its prompt, first block first.
             req_context: The request.
+            windows: The groups with sliding-window attention, if `keys` are those of full
+                attention. Their blocks have as many tokens.
         """
 
     @abstractmethod

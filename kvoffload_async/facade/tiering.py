@@ -14,6 +14,7 @@ from kvoffload_async.types import (
     PrepareStoreOutput,
     ReqContext,
     RequestOffloadingContext,
+    SlidingWindow,
     as_block_ids,
 )
 
@@ -41,8 +42,14 @@ class TieringOffloadingManager(PlannerDriver, OffloadingManager):
         """End a request; tiers are informed once no further job can be submitted for it."""
         self.planner.on_request_finished(req_context)
 
-    def prefetch(self, keys: Sequence[OffloadKey], req_context: ReqContext) -> None:
-        self.planner.prefetch(self.generation.current(keys), req_context)
+    def prefetch(
+        self,
+        keys: Sequence[OffloadKey],
+        req_context: ReqContext,
+        windows: Sequence[SlidingWindow] = (),
+    ) -> None:
+        if len(self.generation.current(keys)) == len(keys):
+            self.planner.prefetch(keys, req_context, windows)
 
     # -- loads ----------------------------------------------------------------------------------
 

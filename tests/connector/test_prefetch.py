@@ -13,8 +13,9 @@ class Queued(Scripted):
         super().__init__(answers=dict.fromkeys(keys("abcdef"), HIT))
         self.ahead = []
 
-    def prefetch(self, keys, req_context):
+    def prefetch(self, keys, req_context, windows=()):
         self.ahead.append((req_context.req_id, list(keys)))
+        self.windows = [(list(window.keys), window.num_blocks) for window in windows]
 
 
 def desk_of(*groups, **options):
@@ -45,11 +46,18 @@ def test_what_the_device_has_or_is_not_loaded_is_not_prefetched(on_device, optio
     assert desk.manager.ahead == [("r", keys("abcde")[names])]
 
 
+def test_a_window_is_prefetched_with_its_size():
+    desk = desk_of(KVGroup(4), KVGroup(4, sliding_window_tokens=7))
+    desk.connector.on_new_request(Request("r", "abcd"), 4)
+    assert desk.manager.ahead == [("r", keys("abcd")[1:])]
+    assert desk.manager.windows == [(keys("abcd", group=1)[1:], 2)]
+
+
 @pytest.mark.parametrize(
     "groups",
     [
         (KVGroup(4, sliding_window_tokens=8),),
-        (KVGroup(4), KVGroup(4, sliding_window_tokens=8)),
+        (KVGroup(4), KVGroup(8, sliding_window_tokens=8)),
         (KVGroup(4),) * 2,
     ],
 )

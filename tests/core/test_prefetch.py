@@ -6,7 +6,7 @@ from core.world import DOWN, World
 
 from kvoffload_async.core.health import BreakerSettings
 from kvoffload_async.errors import StateError
-from kvoffload_async.types import ReqContext
+from kvoffload_async.types import ReqContext, SlidingWindow
 
 
 def world_of(names="abcdef", num_slots=8, **options):
@@ -22,6 +22,16 @@ def queue(world, names, req_id="queued"):
     ctx = world.begin(req_id, key_positions=positions)
     world.planner.prefetch(list(positions), ctx)
     return ctx
+
+
+def queue_windows(world, names, *windows, size=2, req_id="queued"):
+    ctx = world.begin(req_id)
+    world.planner.prefetch(ks(names), ctx, [SlidingWindow(ks(window), size) for window in windows])
+    return ctx
+
+
+def promoted(world):
+    return [job.keys for _, job in world.running.values()]
 
 
 def figures(world, tier=0):
@@ -295,4 +305,57 @@ def test_a_request_asking_one_by_one_uses_what_was_promoted_ahead():
     world.step()
     world.finish_job()
     assert [world.lookup(ctx, name) for name in "abcdef"] == [HIT] * 6
+    world.wind_down()
+
+
+@pytest.mark.parametrize(
+    ("below", "windows", "expected"),
+    [
+        ("abcd" + "wxyz", ["wxyz"], "abcdyz"),
+        ("abcd" + "wxz", ["wxyz"], "abcdwx"),
+        ("abc" + "wxyz", ["wxyz"], "abcxy"),
+        ("abcd" + "w", ["wxyz"], "abcdw"),
+        ("abcd" + "xyz", ["wxyz"], "abcdyz"),
+        ("abcd" + "x", ["wxyz"], ""),
+        ("abcd", ["wxyz"], ""),
+        ("bcd" + "wxyz", ["wxyz"], ""),
+        ("abcd" + "wxyz" + "stv", ["wxyz", "stuv"], "abcdwxst"),
+        ("abcd" + "wxz" + "stuv", ["wxyz", "stuv"], "abcdwxst"),
+    ],
+)
+def test_of_a_window_only_the_end_of_the_found_prefix_is_promoted(below, windows, expected):
+    world = world_of(below, num_slots=32)
+    queue_windows(world, "abcd", *windows)
+    world.step()
+    assert promoted(world) == ([tuple(ks(expected))] if expected else [])
+    assert not world.planner.prefetcher.queued
+    world.wind_down()
+
+
+def test_windows_are_searched_from_the_end_only():
+    world = world_of("", kinds={0: "probed"}, num_slots=32)
+    for name in "abcdwxyz":
+        world.tiers[0].contents[k(name)] = name
+    queue_windows(world, "abcd", "wxyz")
+    for _ in range(4):
+        world.step()
+    assert promoted(world) == [tuple(ks("abcdyz"))]
+    assert world.planner.tiers[0].counters.undecided == 6
+    world.wind_down()
+
+
+def test_windows_count_in_the_share():
+    world = world_of("abcdef" + "uvwxyz", num_slots=8)
+    queue_windows(world, "abcdef", "uvwxyz")
+    world.step()
+    assert promoted(world) == [tuple(ks("abuv"))], "of a prompt longer than the share, a part"
+    world.wind_down()
+
+
+def test_windows_larger_than_the_share_are_not_promoted():
+    world = world_of("ab" + "wxyz", num_slots=8)
+    queue_windows(world, "ab", "wxyz", size=4)
+    queue(world, "a", "other")
+    world.step()
+    assert promoted(world) == [tuple(ks("a"))]
     world.wind_down()

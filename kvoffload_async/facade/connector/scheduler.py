@@ -44,6 +44,7 @@ from kvoffload_async.types import (
     OffloadPolicy,
     ReqContext,
     ScheduleEndContext,
+    SlidingWindow,
 )
 
 
@@ -222,21 +223,28 @@ class OffloadingConnectorScheduler:
     def on_new_request(self, request: SchedulerRequest, num_computed_tokens: int = 0) -> None:
         """Have the blocks of a request that is queued promoted before its first lookup.
 
-        Optional. Only with one group of full attention: others load different blocks, depending on
-        how much of the prompt is found.
+        Optional. Only with one group of full attention, and windows whose chunks are as long.
 
         Args:
             request: A request that the scheduler has queued.
             num_computed_tokens: Tokens from its start that are present on the device.
         """
         state, geometry = self._known(request), self.geometry
-        if len(state.groups) > 1 or geometry.chunks_per_window(0) is not None:
+        groups = range(len(geometry.groups))
+        full = [group for group in groups if geometry.chunks_per_window(group) is None]
+        tokens_per_chunk, *others = {*map(geometry.tokens_per_chunk, groups)}
+        if len(full) != 1 or others:
             return
         state.extend_keys(geometry)
-        tokens_per_chunk = geometry.tokens_per_chunk(0)
         start = num_computed_tokens // tokens_per_chunk
         end = self._load_limit(request, num_computed_tokens) // tokens_per_chunk
-        self.manager.prefetch(tuple(state.groups[0].keys[start:end]), state.ctx)
+        keys = [tuple(group.keys[start:end]) for group in state.groups]
+        windows = [
+            SlidingWindow(keys[group], size)
+            for group in groups
+            if (size := geometry.chunks_per_window(group)) is not None
+        ]
+        self.manager.prefetch(keys[full[0]], state.ctx, windows)
 
     def get_num_new_matched_tokens(
         self, request: SchedulerRequest, num_computed_tokens: int

@@ -14,7 +14,7 @@ from vllm.v1.kv_offload import base
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.integrations.vllm.manager import KVOffloadManager
 from kvoffload_async.integrations.vllm.worker import KVOffloadWorker
-from kvoffload_async.types import JobId, LookupResult, OffloadKey
+from kvoffload_async.types import JobId, LookupResult, OffloadKey, SlidingWindow
 
 _ABSENT = {LookupResult.MISS, LookupResult.RETRY}
 
@@ -108,31 +108,39 @@ class KVOffloadConnector(OffloadingConnector):
     def on_new_request(self, request: Any) -> None:  # noqa: ANN401 - as above
         """Begin a request; its blocks are promoted while it is queued.
 
-        Only for a model with one group of full attention: others load different blocks, depending
-        on how much of the prompt is found.
+        Only for models with one group of full attention, and others with chunks as long.
         """
         super().on_new_request(request)
         if self._again is None or request.skip_reading_prefix_cache:
             return
-        group, *others = self.connector_scheduler.config.kv_group_configs
-        if others or group.sliding_window_size_in_chunks is not None:
+        config = self.connector_scheduler.config
+        groups = config.kv_group_configs
+        full = [group for group in groups if group.sliding_window_size_in_chunks is None]
+        tokens_per_chunk, *others = {group.tokens_per_chunk for group in groups}
+        if len(full) != 1 or others:
             return
         status = self.connector_scheduler._req_status[request.request_id]  # noqa: SLF001
         status.update_offload_keys()
-        start = self._tokens_on_device(request) // group.tokens_per_chunk
-        end = len(status.group_states[0].offload_keys)
+        on_device = self._num_on_device(request, full[0].group_idx) * config.tokens_per_hash
+        start = on_device // tokens_per_chunk
+        end = (request.num_tokens - (len(groups) > 1)) // tokens_per_chunk
         if status.max_load_tokens is not None:
-            end = min(end, start + status.max_load_tokens // group.tokens_per_chunk)
-        keys = tuple(status.group_states[0].offload_keys[start:end])
-        self._again.prefetch(keys, status.req_context)
+            end = min(end, start + status.max_load_tokens // tokens_per_chunk)
+        keys = [tuple(group.offload_keys[start:end]) for group in status.group_states]
+        windows = [
+            SlidingWindow(keys[number], group.load_window_size_in_chunks(0))
+            for number, group in enumerate(groups)
+            if group is not full[0]
+        ]
+        self._again.prefetch(keys[groups.index(full[0])], status.req_context, windows)
 
-    def _tokens_on_device(self, request: Any) -> int:  # noqa: ANN401 - as above
-        """Return how many leading tokens of a request are in vLLM's own prefix cache."""
-        blocks = 0
-        if self._device_blocks is not None:
-            find = self._device_blocks.get_cached_block
-            blocks = sum(1 for _ in takewhile(lambda block: find(block, [0]), request.block_hashes))
-        return blocks * self.connector_scheduler.config.tokens_per_hash
+    def _num_on_device(self, request: Any, group: int) -> int:  # noqa: ANN401 - as above
+        """Return how many leading blocks of a request are in vLLM's own prefix cache."""
+        if self._device_blocks is None:
+            return 0
+        find = self._device_blocks.get_cached_block
+        hashes = takewhile(lambda block_hash: find(block_hash, [group]), request.block_hashes)
+        return sum(1 for _ in hashes)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:  # noqa: ANN401 - as above
         """Return a step's jobs; blocks that a store left out are offered again in the next step."""

@@ -22,6 +22,7 @@ from kvoffload_async.types import (
     OffloadingEvent,
     OffloadKey,
     ReqContext,
+    SlidingWindow,
     get_offload_group_idx,
 )
 
@@ -120,9 +121,14 @@ class KVOffloadManager(base.OffloadingManager):
         self._counts.lookups.began(req_context.req_id)
         return convert.offloading_context(context)
 
-    def prefetch(self, keys: Sequence[OffloadKey], req_context: base.ReqContext) -> None:
+    def prefetch(
+        self,
+        keys: Sequence[OffloadKey],
+        req_context: base.ReqContext,
+        windows: Sequence[SlidingWindow] = (),
+    ) -> None:
         """Have a queued request's blocks promoted; see `OffloadingManager.prefetch`."""
-        self.manager.prefetch(keys, convert.request_of(req_context))
+        self.manager.prefetch(keys, convert.request_of(req_context), windows)
 
     def on_request_finished(self, req_context: base.ReqContext) -> None:
         """End a request; its transfers may still be running."""
