@@ -199,7 +199,7 @@ def describe(cls: type, names: Sequence[str] = ()) -> dict[str, Any]:
         if (name in names if names else name == "__init__" or not name.startswith("_"))
         and (text := _parameters(member)) is not None
     }
-    if hasattr(cls, "_fields"):  # a named tuple
+    if hasattr(cls, "_fields") and (not names or "__init__" in names):  # a named tuple
         methods["__init__"] = _parameters(cls.__new__) or "()"
     description: dict[str, Any] = {
         "methods": methods,

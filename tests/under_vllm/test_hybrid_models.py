@@ -232,3 +232,31 @@ def test_no_schedule_of_vllms_scheduler_stores_bytes_that_are_not_those_of_their
         assert world.wrong_reads == 0
     assert compared
     assert loaded
+
+
+def test_blocks_of_a_queued_request_are_promoted_before_its_first_lookup(hybrid, tmp_path):
+    tier = {"type": "fs", "root_dir": str(tmp_path / "store")}
+    before = hybrid(secondary_tiers=[tier])
+    before.run(before.arrive(TEXT))
+    deadline_s = time.monotonic() + DEADLINE_S
+    while before.connector.manager.has_pending_work() and time.monotonic() < deadline_s:
+        before.step()
+    before.close()
+    world = hybrid(secondary_tiers=[tier])
+    (state,) = world.connector.manager.manager.planner.tiers
+    most, world.scheduler.max_num_running_reqs = world.scheduler.max_num_running_reqs, 0
+    request = world.arrive(TEXT)
+    while state.counters.prefetched_blocks < 8 and time.monotonic() < deadline_s:
+        world.step()
+    assert not world.connector.manager.manager.planner.counters.lookups
+    world.scheduler.max_num_running_reqs = most
+    world.run(request)
+    assert world.loaded_blocks == 8, "six of full attention, and two of the window"
+    assert (state.counters.prefetched_blocks, state.counters.unused_prefetched_blocks) == (8, 0)
+    assert world.wrong_reads == 0
+    world.scheduler.max_num_running_reqs = 0
+    other = world.arrive([*TEXT, *range(500, 540)])
+    for _ in range(3):
+        world.step()
+    assert state.counters.prefetched_blocks == 8, "the device has the blocks"
+    world.scheduler.finish_requests([other.request_id], RequestStatus.FINISHED_ABORTED)
