@@ -123,6 +123,11 @@ class Hybrid:
     def primary(self):
         return self.connector.manager.manager.planner.primary
 
+    def restarts(self, before):
+        """Number texts as another world did, whose tiers this one shares."""
+        self.texts, self._contents = before.texts, before._contents
+        self._numbers_of = before._numbers_of
+
     def arrive(self, tokens, max_tokens=1):
         request = Request(
             f"r{next(self._numbers)}",

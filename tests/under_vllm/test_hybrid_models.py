@@ -243,6 +243,7 @@ def test_blocks_of_a_queued_request_are_promoted_before_its_first_lookup(hybrid,
         before.step()
     before.close()
     world = hybrid(secondary_tiers=[tier])
+    world.restarts(before)
     (state,) = world.connector.manager.manager.planner.tiers
     most, world.scheduler.max_num_running_reqs = world.scheduler.max_num_running_reqs, 0
     request = world.arrive(TEXT)
@@ -254,7 +255,7 @@ def test_blocks_of_a_queued_request_are_promoted_before_its_first_lookup(hybrid,
     assert world.loaded_blocks == 8, "six of full attention, and two of the window"
     assert (state.counters.prefetched_blocks, state.counters.unused_prefetched_blocks) == (8, 0)
     assert world.wrong_reads == 0
-    world.scheduler.max_num_running_reqs = 0
+    world.scheduler.max_num_running_reqs = len(world.scheduler.running)
     other = world.arrive([*TEXT, *range(500, 540)])
     for _ in range(3):
         world.step()
