@@ -241,7 +241,7 @@ class Queued:
         self._hasher = get_request_block_hasher(BLOCK, sha256)
         self.manager = self.scheduler.connector.connector_scheduler.manager
         if side == WITHOUT:
-            self.manager.prefetch = lambda keys, context: None
+            self.manager.prefetch = lambda *_: None
         self._watch()
         self.chats = {}
         self._start_s = time.perf_counter()

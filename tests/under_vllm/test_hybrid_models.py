@@ -245,17 +245,17 @@ def test_blocks_of_a_queued_request_are_promoted_before_its_first_lookup(hybrid,
     world = hybrid(secondary_tiers=[tier])
     world.restarts(before)
     (state,) = world.connector.manager.manager.planner.tiers
-    most, world.scheduler.max_num_running_reqs = world.scheduler.max_num_running_reqs, 0
+    most, world.scheduler.max_num_active_reqs = world.scheduler.max_num_active_reqs, 0
     request = world.arrive(TEXT)
     while state.counters.prefetched_blocks < 8 and time.monotonic() < deadline_s:
         world.step()
     assert not world.connector.manager.manager.planner.counters.lookups
-    world.scheduler.max_num_running_reqs = most
+    world.scheduler.max_num_active_reqs = most
     world.run(request)
     assert world.loaded_blocks == 8, "six of full attention, and two of the window"
     assert (state.counters.prefetched_blocks, state.counters.unused_prefetched_blocks) == (8, 0)
     assert world.wrong_reads == 0
-    world.scheduler.max_num_running_reqs = len(world.scheduler.running)
+    world.scheduler.max_num_active_reqs = len(world.scheduler.running)
     other = world.arrive([*TEXT, *range(500, 540)])
     for _ in range(3):
         world.step()
