@@ -50,6 +50,11 @@ class Prefetch:
         """The request that found no room, and the blocks left to early tickets and
         `Primary.room_made` then."""
 
+    @property
+    def waiting_blocks(self) -> int:
+        """Number of promoted blocks that no request has loaded, while theirs has not ended."""
+        return len(self._blocks)
+
     def queue(self, request: RequestState, keys: Sequence[OffloadKey]) -> None:
         """Queue a request that has not been looked up."""
         if keys and not (request.waits or request.ticket):
