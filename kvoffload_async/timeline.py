@@ -28,6 +28,8 @@ NoteKind = Literal[
     "nothing_to_store",
     "pending",
     "pinned",
+    "prefetched",
+    "queued",
     "refused",
     "released",
     "reserved",
@@ -36,6 +38,8 @@ NoteKind = Literal[
     "store_failed",
     "stored",
     "unpinned",
+    "unused",
+    "used",
     "waits",
 ]
 
@@ -126,7 +130,8 @@ class Note:
             them), `declined` (not worth storing, for the eviction policy or the tier's
             `admission`), `left_out` and `refused` (no room for some, or any), `nothing_to_store`,
             `stored`, `store_failed`, `pending` (blocks waiting for a tier), `released` (the copy
-            of an overdue job ended), `reset`.
+            of an overdue job ended), `reset`; `queued` (to be prefetched), `prefetched` (the next
+            load is a prefetch), `used` and `unused` (prefetched blocks).
         num_blocks: Number of blocks.
         tier: The tier, if the event belongs to one; `"primary"` for what the policy declined.
         reason: Reason, if the kind has several.
@@ -365,6 +370,8 @@ _NOTES: Final[Mapping[NoteKind, str]] = {
     "nothing_to_store": "{blocks} offered for storing: all are there",
     "pending": "{tier}: {blocks} have to wait: {reason}",
     "pinned": "{blocks} pinned, to be loaded",
+    "prefetched": "{tier}: {blocks} are prefetched",
+    "queued": "queued with {blocks}, before its first lookup",
     "refused": "no room for {blocks}: not stored now",
     "released": "{tier}: the overdue copy of {blocks} has ended",
     "reserved": "slots for {blocks} reserved, to be stored",
@@ -373,5 +380,7 @@ _NOTES: Final[Mapping[NoteKind, str]] = {
     "store_failed": "the write of {blocks} to the primary failed",
     "stored": "{blocks} are readable in the primary",
     "unpinned": "{blocks} unpinned",
+    "unused": "{blocks} were prefetched in vain",
+    "used": "{blocks} of these were prefetched",
     "waits": "waits for {reason}",
 }

@@ -135,6 +135,8 @@ def replay(given: ReplayFlags) -> None:
         check_choice("--device", given.device, _DEVICES)
         spec = timelines.recording(resolve(given, scratch), given.concurrency)
         num_passes = given.passes or (BUILT_IN_PASSES if scratch.is_used else 1)
+        if given.arrivals is None and not given.prefetch:
+            raise InputError("--no-prefetch: no request waits; give --arrivals, too")
         if trace and num_passes > 1 and not trace.is_file():
             raise InputError(f"--passes {num_passes}: {trace} cannot be read more than once")
         open_source = partial(open_requests, given)
@@ -142,6 +144,8 @@ def replay(given: ReplayFlags) -> None:
             check_explained(given.explain, open_source)
         options = ReplayOptions(
             concurrency=given.concurrency,
+            arrivals=given.arrivals,
+            prefetch=given.prefetch,
             engine=given.engine,
             runtime=_runtime_of(given.device),
             device_blocks=given.device_blocks,

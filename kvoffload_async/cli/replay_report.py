@@ -80,6 +80,12 @@ def _figure_rows(report: Report) -> list[tuple[str, str]]:
     moved = (size_text(report.bytes_stored), size_text(report.bytes_loaded))
     copied = (size_text(report.bytes_from_device), size_text(report.bytes_to_device))
     owner_us = (f"{name} {value:,.0f} us" for name, value in report.owner_us_per_step.items())
+    queue: list[tuple[str, str]] = []
+    if report.queued_s is not None:
+        queued_s = (f"{name} {value:.3g} s" for name, value in report.queued_s.items())
+        counts = report.prefetch_counts
+        queue = [("in the queue", ", ".join(queued_s))]
+        queue += [("prefetched / used / in vain", _joined(counts))] if report.prefetch else []
     return [
         ("requests", f"{report.requests:,}"),
         ("block references", f"{report.block_refs:,}"),
@@ -92,6 +98,7 @@ def _figure_rows(report: Report) -> list[tuple[str, str]]:
         ("leaked pins", f"{report.leaked_pins:,}"),
         ("stored / loaded", " / ".join(moved)),
         ("from / to the device", " / ".join(copied)),
+        *queue,
         ("preemptions", f"{report.preemptions:,}"),
         ("evictions", f"{report.evictions:,}"),
         ("stores / promotions refused", _joined(refused)),
@@ -125,6 +132,8 @@ _TIER_FIGURES: Final = {
     "loaded_blocks": "blocks loaded",
     "failed_jobs": "failed jobs",
     "dropped_blocks": "dropped blocks",
+    "prefetched_blocks": "blocks prefetched",
+    "unused_prefetched_blocks": "in vain",
 }
 _PRINTED: Final = ("stored_bytes", "loaded_bytes", "failed_jobs", "dropped_blocks")
 """The figures of tiers that fit on a terminal; the HTML page shows all."""

@@ -54,7 +54,7 @@ MODEL = "replay"
 """Default model name: a replay derives the bytes of a block only from its key."""
 BUILT_IN_PRIMARY_BLOCKS = 256
 TRACE_PRIMARY_BLOCKS = 10_000
-_MOST_CONCURRENT: Final = 1 << 16
+MAX_CONCURRENT: Final = 1 << 16
 BUILT_IN_TIER = "fs"
 BUILT_IN_PASSES = 2
 
@@ -98,7 +98,19 @@ class ReplayFlags(CommandOptions):
         min=1,
     )
     concurrency: int = flag(
-        1, "Number of concurrent requests.", metavar="K", min=1, max=_MOST_CONCURRENT
+        1, "Number of concurrent requests.", metavar="K", min=1, max=MAX_CONCURRENT
+    )
+    arrivals: int | None = flag(
+        None,
+        "Requests arrive by the trace's timestamps, SPEED times as fast, and wait while K are in "
+        "flight. Default: each arrives when another one has ended.",
+        metavar="SPEED",
+        min=1,
+    )
+    prefetch: bool = flag(
+        True,
+        "With --arrivals: promote blocks of waiting requests before these start.",
+        "--prefetch/--no-prefetch",
     )
     engine: str = flag(
         "sync",

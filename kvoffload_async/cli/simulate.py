@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -21,12 +22,13 @@ from kvoffload_async.cli.output import (
     publish,
 )
 from kvoffload_async.cli.replay_report import PLOT
+from kvoffload_async.cli.settings import MAX_CONCURRENT
 from kvoffload_async.config import one_of
 from kvoffload_async.config import shown as abbreviated
 from kvoffload_async.errors import InputError
 from kvoffload_async.facade.tier_factory import TierAdmission
 from kvoffload_async.replay import simulation
-from kvoffload_async.replay.simulation import LRU, Simulation
+from kvoffload_async.replay.simulation import LRU, Backlog, Row, Simulation
 from kvoffload_async.replay.source import TraceFile
 
 _MOST_BLOCKS: Final = 100_000_000
@@ -58,6 +60,16 @@ class SimulateOptions(CommandOptions):
         "The tier's admission: all stored blocks, or only those likely to be reused.",
         metavar="all|reuse",
     )
+    arrivals: int | None = flag(
+        None,
+        "Requests arrive by the trace's timestamps, SPEED times as fast, and wait while K run. "
+        "Each policy is simulated without prefetch and with it; needs --tier-blocks.",
+        metavar="SPEED",
+        min=1,
+    )
+    concurrency: int = flag(
+        16, "With --arrivals: requests that run at once.", metavar="K", min=1, max=MAX_CONCURRENT
+    )
     warm_half: bool = flag(
         False,
         "Count only the second half of the requests; the first warms the cache.",
@@ -85,14 +97,22 @@ def simulate(given: SimulateOptions) -> None:
         policies = [name.strip() for name in given.policy.split(",")]
         capacities = _capacities(given.capacity)
         only_reuse = one_of(TierAdmission)(given.admission, "--admission") is TierAdmission.REUSE
+        if given.arrivals is not None and given.tier_blocks is None:
+            raise InputError("--arrivals: nothing can be prefetched; give --tier-blocks, too")
+        backlog: Backlog | None = None
         with closing(TraceFile(given.trace)) as trace:
+            requests: Iterable[Sequence[int]] = trace
+            if given.arrivals is not None:
+                backlog = Backlog(list(trace.arrivals()), given.arrivals, given.concurrency)
+                requests = [arrival.block_ids for arrival in backlog.arrivals]
             found = simulation.simulate(
-                trace,
+                requests,
                 policies,
                 capacities,
                 warm_half=given.warm_half,
                 tier_blocks=given.tier_blocks or 0,
                 only_reuse=only_reuse,
+                backlog=backlog,
                 should_stop=lambda: interrupt.is_requested,
             )
         publish(given.json, partial(_print_table, found), found.to_json())
@@ -115,6 +135,9 @@ def _capacities(text: str | None) -> list[int]:
 def _print_table(found: Simulation, console: Console) -> None:
     title = f"{found.requests:,} requests, {found.block_refs:,} block references"
     head = ("policy", "capacity", "hits", "prefix hits", "optimum", "gap closed", "writes")
+    has_backlog = any(row.waited_s is not None for row in found.rows)
+    if has_backlog:
+        head += ("waited", "prefetched", "in vain")
     rows = (
         (
             row.policy,
@@ -124,6 +147,7 @@ def _print_table(found: Simulation, console: Console) -> None:
             f"{row.optimum:.4f}",
             "" if row.gap_closed is None else f"{row.gap_closed:.1%}",
             f"{row.writes:,}",
+            *(_backlog_figures(row) if has_backlog else ()),
         )
         for row in found.rows
     )
@@ -133,3 +157,8 @@ def _print_table(found: Simulation, console: Console) -> None:
         f"{found.blocks_for_90_percent:,} blocks on, of {found.distinct_blocks:,}.",
         highlight=False,
     )
+
+
+def _backlog_figures(row: Row) -> tuple[str, str, str]:
+    counts = ("" if count is None else f"{count:,}" for count in (row.prefetched, row.in_vain))
+    return f"{row.waited_s or 0.0:.1f} s", *counts

@@ -70,6 +70,11 @@ class Prefetch:
         """The request that found no room, and the blocks left to early tickets and
         `Primary.room_made` then."""
 
+    @property
+    def waiting_blocks(self) -> int:
+        """Number of promoted blocks that no request has loaded, while theirs has not ended."""
+        return len(self._blocks)
+
     def queue(self, request: RequestState, prompt: Prompt) -> None:
         """Queue a request that has not been looked up, unless its windows exceed the share."""
         is_new = not (request.waits or request.ticket)

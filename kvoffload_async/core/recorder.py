@@ -44,6 +44,7 @@ from kvoffload_async.types import (
     OffloadKey,
     PrepareStoreOutput,
     ReqContext,
+    SlidingWindow,
 )
 
 MAX_EVENTS: Final = 128
@@ -462,11 +463,22 @@ class RecordingPlanner(Planner):
     def on_request_finished(self, ctx: ReqContext) -> None:
         self._live_request(ctx)  # raises if the request is unknown
         self.recorder.finish(ctx)
+        before = self._unused_prefetched()
         super().on_request_finished(ctx)
+        self._note_unused(ctx, before)
+
+    def prefetch(
+        self, keys: Sequence[OffloadKey], ctx: ReqContext, windows: Sequence[SlidingWindow] = ()
+    ) -> None:
+        super().prefetch(keys, ctx, windows)
+        self.recorder.note(ctx, "queued", len(keys))
 
     def prepare_load(self, keys: Sequence[OffloadKey], ctx: ReqContext) -> list[int]:
+        waiting = self.prefetcher.waiting_blocks
         slots = super().prepare_load(keys, ctx)
         self.recorder.note(ctx, "pinned", len(keys))
+        if used := waiting - self.prefetcher.waiting_blocks:
+            self.recorder.note(ctx, "used", used)
         return slots
 
     def complete_load(
@@ -529,6 +541,18 @@ class RecordingPlanner(Planner):
             self.recorder.scheduled(request.ctx)
         return has_asked
 
+    def _promote(
+        self,
+        index: int,
+        ctx: ReqContext,
+        keys: Sequence[OffloadKey],
+        slots: Sequence[int],
+        is_early: bool,
+    ) -> None:
+        if is_early:
+            self.recorder.note(ctx, "prefetched", len(keys), tier=self._names[index])
+        super()._promote(index, ctx, keys, slots, is_early)
+
     def _submit(
         self,
         index: int,
@@ -560,7 +584,9 @@ class RecordingPlanner(Planner):
             error=result.error,
             is_overdue=result.orphaned,
         )
+        before = self._unused_prefetched()
         super()._job_ended(index, job, result)
+        self._note_unused(job.req_context, before)
 
     def _job_released(self, index: int, record: JobRecord) -> None:
         job = record.job
@@ -571,6 +597,14 @@ class RecordingPlanner(Planner):
         super()._end_if_done(request)
         if request.ctx not in self.requests:
             self.recorder.done(request.ctx)
+
+    def _unused_prefetched(self) -> int:
+        return sum(tier.counters.unused_prefetched_blocks for tier in self.tiers)
+
+    def _note_unused(self, ctx: ReqContext, before: int) -> None:
+        """Record the blocks that were prefetched for an ended request, and that nobody loaded."""
+        if unused := self._unused_prefetched() - before:
+            self.recorder.note(ctx, "unused", unused)
 
     def _note_declined(self, ctx: ReqContext, index: int, count: int) -> None:
         self.recorder.note(ctx, "declined", count, tier=self._names[index], reason=_UNLIKELY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import time
 from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
@@ -44,6 +45,7 @@ class Prompt:
         block_hashes: Hashes of its blocks' keys, in prompt order.
         names: Ids of its blocks, parallel to the hashes; `ids` is the same as a list.
         references: References to each block, of which a prompt may have several.
+        arrived_s: When it arrived, on the clock of `time.monotonic`.
         origins: The tier that was read for each block.
         stage: Its stage.
         frames: Its frames in the device's memory.
@@ -63,6 +65,7 @@ class Prompt:
         self.block_hashes = [i.to_bytes(_HASH_BYTES, "big") for i in self.ids]
         self.num_tokens = self.num_prompt_tokens = len(self.ids) * tokens_per_block + 1
         self.num_computed_tokens = 0
+        self.arrived_s = time.monotonic()
         self.origins: dict[OffloadKey, str] = {}
         self.stage = Stage.WAITING
         self.frames: list[int] = []

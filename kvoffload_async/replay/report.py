@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from kvoffload_async.replay.device import DEVICE, PRIMARY, Prompt
 from kvoffload_async.statistics import OffloadingStatistics
@@ -23,6 +24,7 @@ class Tally:
         tier_names: Names of the secondary tiers, in lookup order.
         hits: Block references found, by the tier they came from.
         owner_ns: Nanoseconds on the owner's thread, one entry per step.
+        waited_s: Seconds in the queue, one entry per started request.
     """
 
     tier_names: Sequence[str] = ()
@@ -36,6 +38,7 @@ class Tally:
     stores_refused: int = 0
     preemptions: int = 0
     owner_ns: array[int] = field(default_factory=lambda: array("q"))
+    waited_s: array[float] = field(default_factory=lambda: array("d"))
 
     @classmethod
     def of_tiers(cls, names: Sequence[str], *, device_keeps: bool) -> Tally:
@@ -52,9 +55,17 @@ class Tally:
     @property
     def owner_us_per_step(self) -> dict[str, float]:
         """Microseconds on the owner's thread per step: p50, p99, max."""
-        steps_us = np.array(self.owner_ns or [0], dtype=np.int64) / 1000
-        p50, p99 = np.percentile(steps_us, (50, 99))
-        return {"p50": float(p50), "p99": float(p99), "max": float(steps_us.max())}
+        return _spread(np.array(self.owner_ns or [0], dtype=np.int64) / 1000)
+
+    @property
+    def queued_s(self) -> dict[str, float]:
+        """Seconds from a request's arrival to its start: p50, p99, max."""
+        return _spread(np.array(self.waited_s or [0.0]))
+
+
+def _spread(values: npt.NDArray[np.float64]) -> dict[str, float]:
+    p50, p99 = np.percentile(values, (50, 99))
+    return {"p50": float(p50), "p99": float(p99), "max": float(values.max())}
 
 
 MAX_SAMPLES: Final = 512
@@ -152,6 +163,9 @@ class Report:
         owner_us_per_step: Microseconds in the connector's calls per step: p50, p99, max. With the
             async engine a step is a request, and the value is the CPU time of the loop's thread
             without computing and comparing blocks.
+        arrivals: `ReplayOptions.arrivals`; `prefetch` likewise.
+        queued_s: Seconds from the requests' arrival to their start: p50, p99, max; None without
+            `arrivals`.
         leaked_pins: Slots still pinned, being written or held after the engine became idle.
         evictions: Blocks evicted from the primary.
         stores_refused: Requests of which no block fitted in the primary.
@@ -190,6 +204,9 @@ class Report:
     block_bytes: int
     row_bytes: int
     concurrency: int
+    arrivals: float | None
+    prefetch: bool
+    queued_s: dict[str, float] | None
     engine: str
     device_blocks: int
     layers: int
@@ -201,6 +218,13 @@ class Report:
         figures = asdict(replace(self, samples=()))
         del figures["samples"]
         return figures
+
+    @property
+    def prefetch_counts(self) -> tuple[int, int, int]:
+        """Blocks prefetched, used by a request, and prefetched in vain, over all tiers."""
+        prefetched = sum(tier["prefetched_blocks"] for tier in self.tiers.values())
+        unused = sum(tier["unused_prefetched_blocks"] for tier in self.tiers.values())
+        return prefetched, prefetched - unused, unused
 
     @property
     def complaints(self) -> list[str]:

@@ -17,7 +17,7 @@ from kvoffload_async.errors import ConfigError, InputError, OffloadError
 from kvoffload_async.facade.driver import PlannerDriver
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.replay.device import DEVICE, PRIMARY, FramePool
-from kvoffload_async.replay.drivers import SYNC, ReplayOptions
+from kvoffload_async.replay.drivers import SYNC, Arrivals, ReplayOptions
 from kvoffload_async.replay.drivers.asynchronous import AsyncDriver
 from kvoffload_async.replay.drivers.stepwise import StepwiseDriver
 from kvoffload_async.replay.drivers.workers import Workers
@@ -44,6 +44,7 @@ _TIER_FIGURES: Final = (
     *("stored_blocks", "loaded_blocks", "stored_bytes", "loaded_bytes"),
     *("failed_jobs", "failed_loads", "failed_blocks"),
     *("dropped_blocks", "declined_blocks", "late_blocks", "failed_store_blocks"),
+    *("prefetched_blocks", "unused_prefetched_blocks"),
 )
 """Figures of a tier that depend only on the requests, not on the number of lookups."""
 
@@ -183,6 +184,9 @@ class _Run:
             block_bytes=spec.config.block_bytes,
             row_bytes=spec.stride_bytes,
             concurrency=options.concurrency,
+            arrivals=options.arrivals,
+            prefetch=options.prefetch,
+            queued_s=None if options.arrivals is None else tally.queued_s,
             engine=options.engine,
             device_blocks=self._pool.num_frames,
             layers=options.layers,
@@ -219,7 +223,7 @@ def _replay_stepwise(
         )
         run.begin()
         options.on_ready(run.report)
-        driver.run(source)
+        driver.run(Arrivals.of(source, options.arrivals))
         interrupted = options.should_stop()
         driver.drain(_bounded(spec, options))
         run.end(interrupted=interrupted)
@@ -249,7 +253,7 @@ async def _replay_awaited(
             engine, memory, pool, run.tally, run.options, stall_timeout_s=patience_s
         )
         run.begin()
-        await driver.run(iter(source))
+        await driver.run(Arrivals.of(source, options.arrivals))
         interrupted = options.should_stop()
         await driver.rest(_bounded(spec, options))
         run.end(interrupted=interrupted)

@@ -3,6 +3,9 @@
 LRU is simulated at every capacity in one pass: a block is found by a cache that is at least as
 large as the block's *stack distance*, the number of distinct blocks used since its last use
 (Mattson et al., 1970). Other policies run in the engine's own block accounting.
+
+With a `Backlog`, requests arrive on virtual time, and blocks of those that wait are prefetched from
+the tier: at most a quarter of the primary, first come, first served, as in `core.room`.
 """
 
 from __future__ import annotations
@@ -12,9 +15,9 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from heapq import heappop, heappush
-from itertools import accumulate, islice
-from typing import Final
+from heapq import heappop, heappush, heapreplace
+from itertools import accumulate, islice, product
+from typing import Any, Final
 
 from kvoffload_async.core.admission import Admission
 from kvoffload_async.core.primary import Primary
@@ -22,6 +25,7 @@ from kvoffload_async.errors import InputError
 from kvoffload_async.facade.primary import create_admission
 from kvoffload_async.registry import create_policy
 from kvoffload_async.replay.device import Prompt
+from kvoffload_async.replay.source import Arrival
 from kvoffload_async.types import LookupResult, OffloadKey, ReqContext, make_offload_key
 
 LRU: Final = "lru"
@@ -40,6 +44,9 @@ class Row:
         optimum: The prefix hit ratio of an optimum that knows the whole trace.
         gap_closed: Part of the way from LRU to the optimum, in prefix hits; None if they are equal.
         writes: Blocks stored; with a tier, in the tier.
+        waited_s: Mean seconds from a request's arrival to its start; None without a `Backlog`.
+        prefetched: Blocks promoted before their request started; None: without prefetch.
+        in_vain: Those of them that were evicted before their request used them.
     """
 
     policy: str
@@ -49,6 +56,9 @@ class Row:
     optimum: float
     gap_closed: float | None
     writes: int
+    waited_s: float | None = None
+    prefetched: int | None = None
+    in_vain: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,12 +210,35 @@ def optimal_hits(requests: Sequence[Sequence[int]], capacity: int, first: int) -
     return hits
 
 
+BLOCK_S: Final = 0.05
+"""Virtual seconds in which a request computes a block; a trace's block has 512 tokens."""
+TOKEN_S: Final = 0.02
+"""Virtual seconds in which it generates a token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """When requests arrive, and how many run at once; a request runs until its last token.
+
+    Attributes:
+        arrivals: The requests of a trace.
+        speed: How many times as fast as their times they arrive.
+        concurrency: Requests that run at once; others wait, first come, first served.
+    """
+
+    arrivals: Sequence[Arrival]
+    speed: float
+    concurrency: int
+
+
 class PolicyRun:
     """Simulates one policy in the engine's primary, optionally above an LRU tier.
 
     Attributes:
         hits: Blocks found in either; `prefix_hits` are those in the heads of prompts.
         writes: Blocks stored; with a tier, in the tier.
+        prefetched: Blocks promoted before their request was served.
+        in_vain: Those of them that were evicted before a request used them.
     """
 
     def __init__(self, policy: str, capacity: int, tier_blocks: int, *, only_reuse: bool) -> None:
@@ -218,6 +251,13 @@ class PolicyRun:
         if tier_blocks and only_reuse:
             self._admission = create_admission(self._primary, [tier_blocks])
         self.hits = self.prefix_hits = self.writes = 0
+        self.prefetched = self.in_vain = 0
+        self._most_early = capacity // 4
+        self._early: dict[int, Sequence[OffloadKey]] = {}
+        """Waiting request -> its pinned blocks."""
+        self._promoted: dict[int, Sequence[OffloadKey]] = {}
+        self._unused: set[OffloadKey] = set()
+        """Prefetched blocks that no request has used."""
 
     def serve_all(
         self,
@@ -231,28 +271,116 @@ class PolicyRun:
             if should_stop():
                 break
 
-    def _serve(self, number: int, keys: Sequence[OffloadKey], *, counts: bool) -> None:
-        """Serve a request with distinct keys; its prefix in the tier is promoted first."""
+    def serve_backlog(
+        self,
+        requests: Sequence[Sequence[OffloadKey]],
+        first: int,
+        should_stop: Callable[[], bool],
+        backlog: Backlog,
+        *,
+        prefetch: bool,
+    ) -> dict[str, Any]:
+        """Serve requests as `serve_all`, in the order of their arrival.
+
+        A request is served in an instant, when it starts, and runs for as long as it computes.
+
+        Returns:
+            `waited_s`, and with prefetch also `prefetched` and `in_vain` of a `Row`.
+        """
+        places = [0.0] * backlog.concurrency
+        due_s = [arrival.at_s / backlog.speed for arrival in backlog.arrivals]
+        waited_s, coming = 0.0, 0
+        for number, keys in enumerate(requests):
+            start_s = max(due_s[number], places[0])
+            coming = max(coming, number)
+            while prefetch and coming < len(requests) and due_s[coming] < start_s:
+                if not self._prefetch(coming, requests[coming]):
+                    break
+                coming += 1
+            loaded = self._serve(number, keys, counts=number >= first)
+            tokens_s = TOKEN_S * backlog.arrivals[number].output_tokens
+            heapreplace(places, start_s + BLOCK_S * (len(keys) - loaded) + tokens_s)
+            waited_s += start_s - due_s[number]
+            if should_stop():
+                break
+        queue: dict[str, Any] = {"waited_s": waited_s / max(1, len(requests))}
+        if prefetch:
+            queue |= {"prefetched": self.prefetched, "in_vain": self.in_vain}
+        return queue
+
+    def _prefetch(self, number: int, keys: Sequence[OffloadKey]) -> bool:
+        """Promote the prefix of a request that waits; return False if it finds no room."""
         primary = self._primary
-        positions = {key: position for position, key in enumerate(keys, 1)}
-        ctx = ReqContext(str(number), key_positions=positions)
-        primary.open_request(ctx)
-        answers = primary.lookup_many(keys)
+        left = self._most_early - sum(map(len, self._early.values()))
+        head, loaded, absent = self._find(keys)
+        if len(head) > left:
+            if self._early or not left:  # only the first in the queue gets a part
+                return False
+            head, loaded, absent = self._find(keys[:left])
+        primary.pin(loaded)
+        if primary.room < len(absent):
+            primary.unpin(loaded)
+            return False
+        primary.reserve(absent)
+        primary.complete_write(absent, success=True)
+        primary.pin(absent)
+        if head:
+            self._early[number], self._promoted[number] = head, absent
+        self.prefetched += len(absent)
+        self._unused.update(absent)
+        return True
+
+    def _give_way(self, count: int) -> None:
+        """Unpin prefetched blocks, those of the last request first, until there is room."""
+        while self._early and self._primary.room < count:
+            self._primary.unpin(self._early.popitem()[1])
+
+    def _find(
+        self, keys: Sequence[OffloadKey]
+    ) -> tuple[Sequence[OffloadKey], list[OffloadKey], list[OffloadKey]]:
+        """Return the prefix that is found, and its blocks in the primary and in the tier alone."""
+        answers = self._primary.lookup_many(keys)
         found = [
             answer is LookupResult.HIT or key in self._tier
             for key, answer in zip(keys, answers, strict=True)
         ]
         head = keys[: found.index(False)] if False in found else keys
-        loaded = [k for k, a in zip(head, answers, strict=False) if a is LookupResult.HIT]
-        absent = [k for k, a in zip(head, answers, strict=False) if a is LookupResult.MISS]
+        pairs = list(zip(head, answers, strict=False))
+        loaded = [key for key, answer in pairs if answer is LookupResult.HIT]
+        return head, loaded, [key for key, answer in pairs if answer is LookupResult.MISS]
+
+    def _serve(self, number: int, keys: Sequence[OffloadKey], *, counts: bool) -> int:
+        """Serve a request with distinct keys; its prefix in the tier is promoted first.
+
+        Returns:
+            The number of blocks that need not be computed.
+        """
+        primary = self._primary
+        positions = {key: position for position, key in enumerate(keys, 1)}
+        ctx = ReqContext(str(number), key_positions=positions)
+        primary.open_request(ctx)
+        primary.unpin(self._early.pop(number, ()))
+        head, loaded, absent = self._find(keys)
+        self._unused.difference_update(loaded)
+        in_vain = self._unused.intersection(self._promoted.pop(number, ()))
+        self.in_vain += len(in_vain)
+        self._unused -= in_vain
+        if counts:
+            in_primary = primary.lookup_many(keys)
+            self.hits += sum(
+                answer is LookupResult.HIT or key in self._tier
+                for key, answer in zip(keys, in_primary, strict=True)
+            )
         if absent:
             primary.pin(loaded)
+            self._give_way(len(absent))
             promoted = absent[: len(primary.reserve(absent))]
             primary.complete_write(promoted, success=True)
             primary.unpin(loaded)
             loaded += promoted
         primary.prepare_load(ctx, loaded)
         primary.complete_load(ctx, loaded)
+        self._give_way(len(keys))
         granted = primary.prepare_store(ctx, keys)
         stored = granted.keys_to_store if granted is not None else ()
         primary.complete_store(ctx, stored, success=True)
@@ -262,9 +390,9 @@ class PolicyRun:
             writes = len(stored)
             primary.close_request(ctx)
         if counts:
-            self.hits += sum(found)
             self.prefix_hits += len(head)
             self.writes += writes
+        return len(head)
 
     def _write_back(self, ctx: ReqContext, stored: Sequence[OffloadKey]) -> int:
         """End a request, write its stored or reused blocks to the tier, and return the writes."""
@@ -306,6 +434,7 @@ def simulate(
     warm_half: bool = False,
     tier_blocks: int = 0,
     only_reuse: bool = False,
+    backlog: Backlog | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Simulation:
     """Simulate eviction policies on a trace of requests.
@@ -319,6 +448,8 @@ def simulate(
         tier_blocks: Capacity of an LRU tier below the primary; 0: none. The optimum is that of one
             cache of both capacities.
         only_reuse: Whether that tier has `admission` "reuse".
+        backlog: When the requests arrive; then each policy has a row without prefetch and one with
+            it. Needs a tier.
         should_stop: Checked between the requests; the rows so far are returned.
 
     Raises:
@@ -327,11 +458,7 @@ def simulate(
     """
     trace = [list(dict.fromkeys(block_ids)) for block_ids in requests]
     first = len(trace) // 2 if warm_half else 0
-    if not any(trace[first:]) or (warm_half and not first):
-        raise InputError(
-            f"a trace of {len(trace)} requests leaves no block to count; give a longer one"
-            + (", or omit --warm-half" if warm_half else "")
-        )
+    _require_blocks(trace, first, warm_half=warm_half)
     for policy in policies:
         create_policy(policy, 1)
     curve = LruCurve()
@@ -351,11 +478,15 @@ def simulate(
             break
         optimum = optimal_hits(trace, capacity + tier_blocks, first)
         lru = prefix_hits.at(capacity + tier_blocks)
-        for policy in policies:
+        for policy, prefetch in product(policies, (False,) if backlog is None else (False, True)):
             found, heads, writes = hits.at(capacity), lru, refs - hits.at(capacity)
+            queue: dict[str, Any] = {}
             if tier_blocks or policy != LRU:
                 run = PolicyRun(policy, capacity, tier_blocks, only_reuse=only_reuse)
-                run.serve_all(keys, first, should_stop)
+                if backlog is None:
+                    run.serve_all(keys, first, should_stop)
+                else:
+                    queue = run.serve_backlog(keys, first, should_stop, backlog, prefetch=prefetch)
                 found, heads, writes = run.hits, run.prefix_hits, run.writes
             gap = optimum - lru
             rows.append(
@@ -367,6 +498,7 @@ def simulate(
                     optimum=optimum / refs,
                     gap_closed=(heads - lru) / gap if gap else None,
                     writes=writes,
+                    **queue,
                 )
             )
     return Simulation(
@@ -379,6 +511,14 @@ def simulate(
         curve=tuple((size, prefix_hits.at(size) / refs) for size in _curve_points(distinct)),
         interrupted=should_stop(),
     )
+
+
+def _require_blocks(trace: Sequence[Sequence[int]], first: int, *, warm_half: bool) -> None:
+    if not any(trace[first:]) or (warm_half and not first):
+        raise InputError(
+            f"a trace of {len(trace)} requests leaves no block to count; give a longer one"
+            + (", or omit --warm-half" if warm_half else "")
+        )
 
 
 def _steps_up_to(most: int) -> list[int]:

@@ -1,8 +1,8 @@
 """Sources of requests: serving traces, and the built-in workload.
 
 A request is the list of its prompt's block ids. A trace has one JSON object per line, in the format
-of the Mooncake project. Only `hash_ids` is read: equal ids mean equal prefixes up to and including
-that block.
+of the Mooncake project. `hash_ids` is read: equal ids mean equal prefixes up to and including that
+block. Requests that arrive by the clock also have a `timestamp` in milliseconds.
 """
 
 from __future__ import annotations
@@ -13,15 +13,35 @@ import random
 import stat
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import count, islice
 from pathlib import Path
+from typing import Any, TypeVar
 
 from kvoffload_async.errors import InputError
 
 MAX_BLOCK_ID = 2**64 - 1
+MAX_TIMESTAMP_MS = 2**53
+"""Largest timestamp, which a float represents exactly."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A request that arrives at a time.
+
+    Attributes:
+        at_s: Seconds from the first request's arrival.
+        block_ids: The blocks of its prompt.
+        output_tokens: Tokens that were generated for it; 0 if unknown.
+    """
+
+    at_s: float
+    block_ids: Sequence[int]
+    output_tokens: int = 0
 
 
 class RequestSource(ABC):
@@ -32,9 +52,15 @@ class RequestSource(ABC):
         self._taken = 0
 
     def __iter__(self) -> Iterator[Sequence[int]]:
-        for block_ids in islice(self._requests(), self._limit):
-            self._taken += 1
-            yield block_ids
+        return self._counted(self._requests())
+
+    def arrivals(self) -> Iterator[Arrival]:
+        """Yield the requests with their times of arrival, instead of iterating over them.
+
+        Raises:
+            InputError: A request has no time, or one before that of its predecessor.
+        """
+        return self._counted(self._arrivals())
 
     def close(self) -> None:  # noqa: B027 - most hold no resources
         """Release the source's resources."""
@@ -52,6 +78,15 @@ class RequestSource(ABC):
     @abstractmethod
     def _requests(self) -> Iterator[Sequence[int]]:
         """Yield all requests."""
+
+    def _arrivals(self) -> Iterator[Arrival]:
+        """Yield all requests with their times of arrival; raises InputError if they have none."""
+        raise InputError("--arrivals: these requests have no timestamps; give a trace with them")
+
+    def _counted(self, requests: Iterator[T]) -> Iterator[T]:
+        for request in islice(requests, self._limit):
+            self._taken += 1
+            yield request
 
     def _fraction_of_all(self) -> float:
         """Fraction of the unlimited stream consumed; 0 if its length is unknown."""
@@ -100,16 +135,22 @@ class TraceFile(RequestSource):
             return max(map(len, trace), default=0)
 
     def _requests(self) -> Iterator[Sequence[int]]:
+        return self._parsed(parse_line)
+
+    def _arrivals(self) -> Iterator[Arrival]:
+        return self._parsed(ArrivalParser().parse)
+
+    def _parsed(self, parse: Callable[[bytes], T]) -> Iterator[T]:
         is_empty = True
         for number, line in enumerate(iter(self._read_line, b""), 1):
             if line.isspace():
                 continue
             try:
-                block_ids = parse_line(line)
+                request = parse(line)
             except InputError as error:
                 raise InputError(f"{self._path}: Malformed line {number}: {error}") from error
             is_empty = False
-            yield block_ids
+            yield request
         if is_empty:
             raise InputError(f"{self._path}: no request; a trace has one a line, with hash_ids")
 
@@ -131,16 +172,65 @@ def parse_line(line: bytes) -> list[int]:
     Raises:
         InputError: The line is not an object with a list `hash_ids` of valid block ids.
     """
+    return _block_ids(_parse_json(line))
+
+
+class ArrivalParser:
+    """Parses the lines of a trace whose requests arrive by their timestamps."""
+
+    def __init__(self) -> None:
+        self._first_ms: float | None = None
+        self._last_ms = 0.0
+
+    def parse(self, line: bytes) -> Arrival:
+        """Return the request in the next line.
+
+        Raises:
+            InputError: As `parse_line`; or `timestamp` is missing, negative, or less than the one
+                before, or `output_length` is not a number of tokens.
+        """
+        request = _parse_json(line)
+        block_ids = _block_ids(request)
+        at_ms, tokens = request.get("timestamp"), request.get("output_length", 0)
+        if at_ms is None:
+            raise InputError(
+                'it has no "timestamp"; give each request its arrival in milliseconds, or omit '
+                "--arrivals"
+            )
+        if type(at_ms) not in {int, float} or not 0 <= at_ms <= MAX_TIMESTAMP_MS:
+            raise InputError(
+                f"timestamp is {json.dumps(at_ms)[:40]}; it must be a number of milliseconds from "
+                f"0 to {MAX_TIMESTAMP_MS}"
+            )
+        if at_ms < self._last_ms:
+            raise InputError(
+                f"timestamp {at_ms} is less than the one before, {self._last_ms}; sort the "
+                "trace by its timestamps"
+            )
+        if type(tokens) is not int or not 0 <= tokens <= MAX_BLOCK_ID:
+            raise InputError(
+                f"output_length is {json.dumps(tokens)[:40]}; it must be a number of tokens"
+            )
+        if self._first_ms is None:
+            self._first_ms = at_ms
+        self._last_ms = at_ms
+        return Arrival((at_ms - self._first_ms) / 1000, block_ids, tokens)
+
+
+def _parse_json(line: bytes) -> Any:  # noqa: ANN401 - what JSON can be
     if len(line) > MAX_LINE_BYTES:
         raise InputError(f"longer than {MAX_LINE_BYTES} bytes")
     try:
-        request = json.loads(line.rstrip().decode())
+        return json.loads(line.rstrip().decode())
     except json.JSONDecodeError as error:
         raise InputError(f"not JSON: {error.msg} at column {error.colno}") from error
     except UnicodeDecodeError as error:
         raise InputError(f"not UTF-8 at byte {error.start}") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"not usable JSON: {error}") from error
+
+
+def _block_ids(request: Any) -> list[int]:  # noqa: ANN401 - as above
     block_ids = request.get("hash_ids") if isinstance(request, dict) else None
     if not isinstance(block_ids, list):
         raise InputError('it must be an object with a list "hash_ids"')

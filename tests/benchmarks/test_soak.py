@@ -40,7 +40,7 @@ from kvoffload_async.errors import BusyError, TransportError
 from kvoffload_async.facade.secondary import FileSystemTierManager, SlabTierManager
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.replay.device import FramePool
-from kvoffload_async.replay.drivers import ReplayOptions
+from kvoffload_async.replay.drivers import Arrivals, ReplayOptions
 from kvoffload_async.replay.drivers.stepwise import StepwiseDriver
 from kvoffload_async.replay.drivers.workers import Workers
 from kvoffload_async.replay.report import Tally
@@ -344,7 +344,7 @@ def one_round(soak, manager, workers, pool, tally):
         blocks_per_step=4,
     )
     with soak.fault():
-        driver.run(soak.prompts())
+        driver.run(Arrivals.at_once(soak.prompts()))
     assert driver.drain(REST_S), f"not at rest; seed {soak.seed}"
     deadline_s = time.monotonic() + REST_S
     while has_work(manager):

@@ -71,6 +71,38 @@ def test_a_promotion_and_a_load():
     assert (timeline.began_s, timeline.finished_s, timeline.ended_s) == (0.0, 3.0, 3.0)
 
 
+def test_a_prefetch_and_its_use():
+    world = world_of(8)
+    world.fill(0, ks("ab"))
+    ctx = world.begin()
+    world.planner.prefetch(ks("abc"), ctx)
+    world.step()
+    world.finish_job()
+    assert world.planner.lookup_prefix(ks("abc"), ctx) == (2, False)
+    world.load(ctx, "ab")
+    world.loaded()
+    world.finish(ctx)
+    kinds = ["queued", "prefetched", "scheduled", "pinned", "used", "unpinned"]
+    assert [(kind, count) for kind, count in notes_of(world) if count] == [
+        *(("queued", 3), ("prefetched", 2), ("pinned", 2), ("used", 2), ("unpinned", 2))
+    ]
+    assert [kind for kind, _ in notes_of(world)] == kinds
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_prefetch_in_vain(is_early):
+    world = world_of(8)
+    world.fill(0, ks("ab"))
+    ctx = world.begin()
+    world.planner.prefetch(ks("ab"), ctx)
+    world.step()
+    ends = [world.finish_job, lambda: world.finish(ctx)]
+    for end in ends if is_early else reversed(ends):
+        end()
+    world.step()
+    assert notes_of(world) == [("queued", 2), ("prefetched", 2), ("unused", 2)]
+
+
 def test_a_store_and_its_cascade_end_after_the_request():
     world = world_of()
     ctx = world.begin()

@@ -1,5 +1,6 @@
 """One replay as a library call: how it is stopped, given up, and what it complains of."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -8,12 +9,12 @@ from kvoffload_async import TieringOffloadingSpec
 from kvoffload_async.cli.settings import ReplayFlags, ScratchFolder, resolve
 from kvoffload_async.errors import StalledError
 from kvoffload_async.replay.device import FramePool
-from kvoffload_async.replay.drivers import ReplayOptions
+from kvoffload_async.replay.drivers import Arrivals, ReplayOptions
 from kvoffload_async.replay.drivers.stepwise import StepwiseDriver
 from kvoffload_async.replay.drivers.workers import Workers
 from kvoffload_async.replay.report import Tally
 from kvoffload_async.replay.run import replay, stall_timeout_s, unique_names
-from kvoffload_async.replay.source import NUM_REQUESTS, ChatWorkload
+from kvoffload_async.replay.source import NUM_REQUESTS, ChatWorkload, TraceFile
 from kvoffload_async.transport.paged import PagedMemory
 
 
@@ -37,7 +38,7 @@ class TestStop:
             manager, workers, pool, tally, ReplayOptions(), stall_timeout_s=0.25
         )
         with pytest.raises(StalledError, match="0 requests wait and 1 jobs have no result"):
-            driver.run([[1, 2]])
+            driver.run(Arrivals.at_once([[1, 2]]))
         assert not driver.drain(0.05)
         workers.shutdown(5)
         spec.shutdown(0.2)
@@ -61,6 +62,56 @@ def test_every_step_is_reported(engine, has_samples):
     )
     assert replay(spec, ChatWorkload(limit=3), options).requests == 3
     assert len(steps) >= 3
+
+
+def timed(command, requests):
+    """Write a trace whose requests arrive a second apart."""
+    lines = ({"timestamp": 1000 * n, "hash_ids": list(ids)} for n, ids in enumerate(requests))
+    return command.file("\n".join(map(json.dumps, lines)), "timed.jsonl")
+
+
+@pytest.mark.parametrize("engine", ["sync", "async"])
+@pytest.mark.parametrize("device_blocks", [(), ("--device-blocks", 200)])
+def test_requests_that_wait_are_prefetched(command, engine, device_blocks):
+    trace = timed(command, ChatWorkload(60))
+    options = ("--tier", f"fs:root_dir={command.directory}", "--primary-blocks", 150)
+    options += ("--engine", engine, "--passes", 2, "--concurrency", 4, *device_blocks)
+    report = command.figures(trace, *options, "--arrivals", 1_000_000)
+    assert report["requests"] == report["warm"]["requests"] == 60
+    assert report["warm"]["hit_ratio"] > 0.95
+    assert report["queued_s"]["max"] > 0
+    counts = report["warm"]["tiers"]["fs"]
+    assert 0 <= counts["unused_prefetched_blocks"] < counts["prefetched_blocks"]
+    assert report["jobs_submitted"] == report["job_results"]
+    assert report["corrupt_blocks"] == report["leaked_pins"] == 0
+    without = command.figures(trace, *options, "--arrivals", 1_000_000, "--no-prefetch")
+    assert without["warm"]["tiers"]["fs"]["prefetched_blocks"] == 0
+    assert without["warm"]["hit_ratio"] > 0.95
+
+
+@pytest.mark.parametrize("engine", ["sync", "async"])
+def test_requests_far_apart_do_not_wait(command, engine):
+    trace = timed(command, [[1, 2], [1, 2], [3]])
+    options = ("--engine", engine, "--tier", "example", "--arrivals", 20)
+    report = command.figures(trace, *options)
+    assert report["requests"] == 3
+    assert report["hits"]["primary"] == 2
+    assert report["tiers"]["example"]["prefetched_blocks"] == 0
+    assert report["wall_s"] > 0.1
+
+
+@pytest.mark.parametrize("engine", ["sync", "async"])
+def test_stopping_ends_the_requests_that_wait(command, engine):
+    answers = iter([False] * 20)
+    spec = resolve(ReplayFlags(primary_blocks=100, tiers=["example"]), ScratchFolder())
+    options = ReplayOptions(
+        engine=engine, arrivals=1e6, concurrency=2, should_stop=lambda: next(answers, True)
+    )
+    source = TraceFile(timed(command, ChatWorkload()))
+    report = replay(spec, source, options)
+    source.close()
+    assert report.interrupted
+    assert report.complaints == []
 
 
 class TestReport:

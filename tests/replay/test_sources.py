@@ -1,13 +1,16 @@
 """Where requests come from: the built-in workload, and traces."""
 
+import json
 import os
 
 import pytest
 
 from kvoffload_async.errors import InputError
+from kvoffload_async.replay.drivers import Arrivals
 from kvoffload_async.replay.source import (
     NUM_REQUESTS,
     SYSTEM_PROMPT_BLOCKS,
+    Arrival,
     ChatWorkload,
     TraceFile,
 )
@@ -68,3 +71,69 @@ def test_a_read_error_is_bad_input(command):
         list(source)
     with pytest.raises(OSError, match="Bad file descriptor"):
         source.close()
+
+
+def arrivals_of(command, *requests, limit=None):
+    """Return the arrivals of a trace of (timestamp, other keys)."""
+    lines = (json.dumps({"hash_ids": [1], **request}) for request in requests)
+    source = TraceFile(command.file("\n".join(lines)), limit)
+    try:
+        return list(source.arrivals())
+    finally:
+        source.close()
+
+
+def test_times_of_arrival_are_relative_to_the_first_request(command):
+    requests = [{"timestamp": 1000}, {"timestamp": 1000.5, "output_length": 7}, {"timestamp": 4000}]
+    assert arrivals_of(command, *requests) == [
+        *(Arrival(0.0, [1]), Arrival(0.0005, [1], 7), Arrival(3.0, [1]))
+    ]
+    assert len(arrivals_of(command, *requests, limit=2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("second", "complaint"),
+    [
+        ({}, 'line 2: it has no "timestamp"; .* or omit --arrivals'),
+        ({"timestamp": -1}, "line 2: timestamp is -1; it must be a number of milliseconds from 0"),
+        ({"timestamp": True}, "line 2: timestamp is true; it must be"),
+        ({"timestamp": "6"}, 'line 2: timestamp is "6"; it must be'),
+        ({"timestamp": float("nan")}, "line 2: timestamp is NaN; it must be"),
+        ({"timestamp": 10**30}, "line 2: timestamp is 1000"),
+        (
+            {"timestamp": 4.5},
+            "line 2: timestamp 4.5 is less than the one before, 5; sort",
+        ),
+        ({"timestamp": 6, "output_length": -1}, "line 2: output_length is -1; it must be a number"),
+    ],
+)
+def test_a_trace_without_proper_times_of_arrival_is_refused(command, second, complaint):
+    with pytest.raises(InputError, match=complaint):
+        arrivals_of(command, {"timestamp": 5}, second)
+
+
+def test_the_built_in_workload_has_no_times_of_arrival():
+    with pytest.raises(InputError, match="--arrivals: these requests have no timestamps; give"):
+        next(ChatWorkload().arrivals())
+
+
+def test_requests_arrive_by_the_clock():
+    now_s = [100.0]
+    requests = [Arrival(0.0, [1]), Arrival(4.0, [2]), Arrival(4.0, [3])]
+    arrivals = Arrivals(requests, 2.0, lambda: now_s[0])
+    assert arrivals.take() == [1]
+    assert arrivals.take() is None
+    assert arrivals.next_in_s() == 2.0
+    now_s[0] = 102.0
+    assert [arrivals.take() for _ in range(3)] == [[2], [3], None]
+    assert arrivals.has_ended
+
+
+def test_requests_without_times_are_all_available_and_taken_one_by_one():
+    taken = []
+    arrivals = Arrivals.at_once(taken.append(each) or [each] for each in range(3))
+    assert arrivals.take() == [0]
+    assert taken == [0]
+    assert arrivals.next_in_s() == float("inf")
+    assert [arrivals.take() for _ in range(3)] == [[1], [2], None]
+    assert arrivals.has_ended

@@ -352,7 +352,7 @@ class Queued:
             abort_after_s: Seconds after which every third chat that waits is aborted.
         """
         for place in range(self.seqs if busy else 0):
-            self.arrive(words(f"busy {place}", 64), max_tokens=60 + 30 * place)
+            self.arrive(words(f"busy {place}", 64), max_tokens=120 + 20 * place)
         self.step_until(lambda: len(self.scheduler.running) == (self.seqs if busy else 0))
         stored = self._stored()
         self.chats.clear()

@@ -1,6 +1,7 @@
 """Drives `OffloadEngine` as an asynchronous server does: one task per request.
 
-Requests wait in order until the device has room for the whole request, so none is ever preempted.
+A request that arrives while `concurrency` others are in flight is queued, and prefetched. Requests
+wait in order until the device has room for the whole request, so none is ever preempted.
 Blocks cached on the device are used, further ones found in the tiers are loaded, the rest is
 computed, and the whole prompt is offered for storing.
 
@@ -12,14 +13,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from contextlib import AsyncExitStack, nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvoffload_async.async_engine.request import EngineRequest
 from kvoffload_async.async_engine.surface import OffloadEngine
 from kvoffload_async.errors import BusyError, StalledError, TransportError
 from kvoffload_async.replay.device import FramePool, Prompt, require_room
-from kvoffload_async.replay.drivers import ROOM_S, ReplayOptions
+from kvoffload_async.replay.drivers import MAX_QUEUED, ROOM_S, Arrivals, ReplayOptions
 from kvoffload_async.replay.report import Tally
 from kvoffload_async.types import LookupResult, OffloadKey
 
@@ -27,6 +30,21 @@ if TYPE_CHECKING:  # torch is loaded with the first memory, not before
     from kvoffload_async.transport.paged import PagedMemory
 
 _WATCH_S = 0.05
+
+
+@dataclass(slots=True)
+class _Queued:
+    """A request that has arrived and not started.
+
+    Attributes:
+        request: The engine's request, if it is prefetched; it ends with `stack`.
+        absent: The keys that were not in the primary when it arrived.
+    """
+
+    prompt: Prompt
+    request: EngineRequest | None = None
+    absent: set[OffloadKey] = field(default_factory=set)
+    stack: AsyncExitStack = field(default_factory=AsyncExitStack)
 
 
 class AsyncDriver:
@@ -53,13 +71,14 @@ class AsyncDriver:
         self._tally = tally
         self._options = options
         self._stall_timeout_s = stall_timeout_s
-        self._admitted = 0
+        self._arrived = 0
+        self._queue: deque[_Queued] = deque()
         self._turn = asyncio.Lock()
         self._released = asyncio.Event()
         self._computing: set[int] = set()
         self._mark_ns = time.thread_time_ns()
 
-    async def run(self, requests: Iterator[Sequence[int]]) -> None:
+    async def run(self, arrivals: Arrivals) -> None:
         """Replay until the last request has ended, or `should_stop`.
 
         Raises:
@@ -67,13 +86,17 @@ class AsyncDriver:
             StalledError: There was no progress for `stall_timeout_s`.
         """
         tasks = {
-            asyncio.create_task(self._serve(requests), name=f"replay:{index}")
+            asyncio.create_task(self._serve(arrivals), name=f"replay:{index}")
             for index in range(self._options.concurrency)
         }
         try:
             while tasks and not self._options.should_stop():
+                if arrivals.is_timed:
+                    await self._prefetch(arrivals)
                 done, tasks = await asyncio.wait(
-                    tasks, timeout=_WATCH_S, return_when=asyncio.FIRST_COMPLETED
+                    tasks,
+                    timeout=min(_WATCH_S, arrivals.next_in_s()),
+                    return_when=asyncio.FIRST_COMPLETED,
                 )
                 for task in done:
                     task.result()
@@ -82,6 +105,8 @@ class AsyncDriver:
                 task.cancel()
             if tasks:
                 await asyncio.wait(tasks, timeout=self._stall_timeout_s)
+            for queued in self._queue:
+                await queued.stack.aclose()
 
     async def rest(self, timeout_s: float) -> bool:
         """Wait until the engine is idle; return False at the deadline."""
@@ -94,26 +119,56 @@ class AsyncDriver:
 
     # -- a request ------------------------------------------------------------------------------
 
-    async def _serve(self, requests: Iterator[Sequence[int]]) -> None:
-        while not self._options.should_stop():
-            block_ids = next(requests, None)
-            if block_ids is None:
-                return
-            prompt = Prompt(self._admitted, block_ids)
-            require_room(prompt, self._pool)
-            self._admitted += 1
-            await self._enter(prompt)
-            await self._replay(prompt)
-            found = prompt.found_on_device + prompt.found_beyond
-            self._computing.difference_update(prompt.ids[found:])
-            self._pool.release(prompt.frames)
-            self._released.set()
+    async def _serve(self, arrivals: Arrivals) -> None:
+        while (queued := await self._next(arrivals)) is not None:
+            prompt = queued.prompt
+            self._tally.waited_s.append(time.monotonic() - prompt.arrived_s)
+            async with queued.stack:
+                await self._enter(prompt)
+                await self._replay(queued)
+                found = prompt.found_on_device + prompt.found_beyond
+                self._computing.difference_update(prompt.ids[found:])
+                self._pool.release(prompt.frames)
+                self._released.set()
             await self._follow_jobs(prompt.request_id)
             self._tally.end(prompt)
             now_ns = time.thread_time_ns()
             self._tally.owner_ns.append(max(0, now_ns - self._mark_ns))
             self._mark_ns = now_ns
             self._options.on_step()
+
+    async def _next(self, arrivals: Arrivals) -> _Queued | None:
+        """Wait for a request to start; None after the last one, or if the replay is to stop."""
+        while not self._options.should_stop():
+            if self._queue:
+                return self._queue.popleft()
+            if (prompt := self._arrive(arrivals)) is not None:
+                return _Queued(prompt)
+            if arrivals.has_ended:
+                return None
+            await asyncio.sleep(min(_WATCH_S, arrivals.next_in_s()))
+        return None
+
+    async def _prefetch(self, arrivals: Arrivals) -> None:
+        """Queue the requests that have arrived, and prefetch their blocks."""
+        while len(self._queue) < MAX_QUEUED and (prompt := self._arrive(arrivals)) is not None:
+            queued = _Queued(prompt)
+            if self._options.prefetch:
+                beginning = self._engine.request(prompt.request_id, prompt.block_hashes)
+                queued.request = await queued.stack.enter_async_context(beginning)
+                queued.absent = self._absent(queued.request)
+                self._engine.prefetch(queued.request)
+            self._queue.append(queued)
+
+    def _arrive(self, arrivals: Arrivals) -> Prompt | None:
+        """Return the next request; None: none has arrived."""
+        block_ids = arrivals.take()
+        if block_ids is None:
+            return None
+        prompt = Prompt(self._arrived, block_ids)
+        require_room(prompt, self._pool)
+        self._arrived += 1
+        return prompt
 
     async def _enter(self, prompt: Prompt) -> None:
         """Acquire frames for a whole request; requests wait in order of arrival."""
@@ -138,12 +193,16 @@ class AsyncDriver:
                 f"no progress for {self._stall_timeout_s:g} s: no request gives its frames away"
             ) from None
 
-    async def _replay(self, prompt: Prompt) -> None:
+    async def _replay(self, queued: _Queued) -> None:
+        prompt = queued.prompt
         on_device = prompt.ready
         self._check(prompt, 0, on_device)
         name = prompt.request_id
-        async with self._engine.request(name, prompt.block_hashes[on_device:]) as request:
-            await self._load(prompt, request)
+        begun = None if on_device else queued.request
+        rest = self._engine.request(name, prompt.block_hashes[on_device:])
+        async with rest if begun is None else nullcontext(begun) as request:
+            absent = queued.absent if queued.request is not None else self._absent(request)
+            await self._load(prompt, request, absent)
             self._compute(prompt)
             if not on_device:
                 await self._store(prompt, request)
@@ -151,8 +210,7 @@ class AsyncDriver:
             async with self._engine.request(f"{name}/whole", prompt.block_hashes) as request:
                 await self._store(prompt, request)
 
-    async def _load(self, prompt: Prompt, request: EngineRequest) -> None:
-        absent = self._absent(request)
+    async def _load(self, prompt: Prompt, request: EngineRequest, absent: set[OffloadKey]) -> None:
         first = prompt.ready
         while True:
             found = await self._engine.lookup(request, self._stall_timeout_s)

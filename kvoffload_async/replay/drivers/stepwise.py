@@ -3,7 +3,8 @@
 `Batch` decides which blocks a step computes. A request ends when its whole prompt is on the device.
 Only blocks found at its first start count as hits, not those found after a preemption.
 
-A request is in flight until all its copies and jobs have ended. With one request in flight, each
+A request that arrives while `concurrency` others are in flight is queued, and prefetched. A request
+is in flight until all its copies and jobs have ended. With one request in flight, each
 request finds the engine idle, so the results are the same in every run.
 
 A hit counts for a tier if the tier was read for this request, and for the primary otherwise. This
@@ -13,7 +14,7 @@ includes shared promotions, where the tier is read only once.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, cast
@@ -24,7 +25,7 @@ from kvoffload_async.facade.connector.scheduler import OffloadingConnectorSchedu
 from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.replay.device import FramePool, Prompt, Stage, require_room
-from kvoffload_async.replay.drivers import ROOM_S, ReplayOptions
+from kvoffload_async.replay.drivers import MAX_QUEUED, ROOM_S, Arrivals, ReplayOptions
 from kvoffload_async.replay.drivers.workers import Workers
 from kvoffload_async.replay.report import Tally
 from kvoffload_async.types import (
@@ -240,71 +241,80 @@ class StepwiseDriver:
         self._stall_timeout_s = stall_timeout_s
         self._per_block = workers.geometry.blocks_per_chunk
         self._batch = Batch(self._connector, pool, workers.device_blocks, blocks_per_step)
+        self._queue: dict[str, Prompt] = {}  # have arrived and wait
         self._active: dict[str, Prompt] = {}  # in order of arrival
         self._stays_until_s: dict[str, float] = {}
-        self._admitted = 0
+        self._arrived = 0
         self._seen_job_id = -1
         self._has_news = False
         self._owner_ns = 0
         self._progress: tuple[int, ...] = ()
         self._progress_at_s = time.monotonic()
 
-    def run(self, requests: Iterable[Sequence[int]]) -> None:
+    def run(self, arrivals: Arrivals) -> None:
         """Replay until the last request has ended, or `should_stop`.
 
         Raises:
             InputError: A request is larger than the device.
             StalledError: There was no progress for `stall_timeout_s`.
         """
-        waiting = iter(requests)
         while not self._options.should_stop():
-            is_new = self._admit(waiting)
+            is_new = self._admit(arrivals)
             if not is_new and not self._has_news:
-                if not self._in_flight():
+                is_idle = not self._in_flight()
+                if is_idle and arrivals.has_ended:
                     return
-                self._wait()
+                self._wait(min(_WAIT_S, arrivals.next_in_s()), is_idle=is_idle)
             self._step()
             self._options.on_step()
 
     def drain(self, timeout_s: float) -> bool:
         """Finish requests in flight and step until the engine is idle; False at the deadline."""
-        for prompt in self._active.values():
+        for prompt in (*self._active.values(), *self._queue.values()):
             prompt.stage = Stage.ENDED
             self._connector.request_finished(prompt)
         self._active.clear()
+        self._queue.clear()
         deadline_s = time.monotonic() + timeout_s
         self._step()
         while self._connector.has_pending_push_work():
             if time.monotonic() > deadline_s:
                 return False
-            self._wait_briefly()
+            self._wait_briefly(_WAIT_S)
             self._step()
         return True
 
     # -- requests in flight -----------------------------------------------------------
 
-    def _admit(self, waiting: Iterable[Sequence[int]]) -> bool:
-        """Start requests up to the concurrency limit; return whether any was started."""
-        room = self._options.concurrency - self._in_flight()
-        first = self._admitted
-        for block_ids in islice(waiting, max(0, room)):
-            prompt = Prompt(self._admitted, block_ids, self._per_block)
+    def _admit(self, arrivals: Arrivals) -> bool:
+        """Queue arrived requests, and start some up to the concurrency limit; True if any was."""
+        room = max(0, self._options.concurrency - self._in_flight())
+        prefetches = arrivals.is_timed and self._options.prefetch
+        first, most = self._arrived, MAX_QUEUED if arrivals.is_timed else room
+        while len(self._queue) < most and (block_ids := arrivals.take()) is not None:
+            prompt = Prompt(self._arrived, block_ids, self._per_block)
             require_room(prompt, self._pool)
-            self._admitted += 1
-            self._active[prompt.request_id] = prompt
-        return self._admitted > first
+            self._arrived += 1
+            self._queue[prompt.request_id] = prompt
+            if prefetches and len(self._queue) > room:
+                self._connector.on_new_request(prompt)
+        starting = list(islice(self._queue, room))
+        for req_id in starting:
+            prompt = self._active[req_id] = self._queue.pop(req_id)
+            self._tally.waited_s.append(time.monotonic() - prompt.arrived_s)
+        return self._arrived > first or bool(starting)
 
     def _in_flight(self) -> int:
-        """Count the requests that have not ended or still have jobs."""
+        """Count the requests that have started, and have not ended or still have jobs."""
         jobs = self._engine.jobs
         if not jobs and not self._workers.has_copies:
             return len(self._active) or int(self._connector.has_pending_push_work())
         working = {job.req_context.req_id for _, job in jobs.values()}
-        return len(self._active.keys() | self._workers.req_ids | working)
+        return len((self._active.keys() | self._workers.req_ids | working) - self._queue.keys())
 
-    def _wait(self) -> None:
-        """Wait until a copy ends or a tier has results, with a timeout."""
-        self._wait_briefly()
+    def _wait(self, timeout_s: float, *, is_idle: bool) -> None:
+        """Wait until a copy ends or a tier has results; raises StalledError unless idle."""
+        self._wait_briefly(timeout_s)
         now_s = time.monotonic()
         counters = self._engine.counters
         tally = self._tally
@@ -315,7 +325,7 @@ class StepwiseDriver:
             tally.loaded_blocks,
             tally.stored_blocks,
         )
-        if progress != self._progress:
+        if is_idle or progress != self._progress:
             self._progress, self._progress_at_s = progress, now_s
         elif now_s - self._progress_at_s > self._stall_timeout_s:
             raise StalledError(
@@ -324,11 +334,11 @@ class StepwiseDriver:
                 f"and {len(self._engine.jobs)} jobs have no result"
             )
 
-    def _wait_briefly(self) -> None:
+    def _wait_briefly(self, timeout_s: float) -> None:
         if self._workers.has_copies:
-            self._workers.wait(_WAIT_S)
+            self._workers.wait(timeout_s)
         else:
-            self._manager.wait_for_progress(_WAIT_S)
+            self._manager.wait_for_progress(timeout_s)
 
     # -- one step -------------------------------------------------------------------------------
 
@@ -421,7 +431,8 @@ class StepwiseDriver:
                 break
             newest = max(newest, job_id)
             tier, job = jobs[job_id]
-            prompt = self._active.get(job.req_context.req_id)
+            req_id = job.req_context.req_id
+            prompt = self._active.get(req_id) or self._queue.get(req_id)
             if job.is_promotion and prompt is not None:
                 prompt.origins.update(dict.fromkeys(job.keys, self._tally.tier_names[tier]))
         self._seen_job_id = newest
