@@ -401,7 +401,8 @@ class EngineStatistics(OffloadingStatistics):
         copies: Device copies in flight, loads and stores. Gauge.
         waiting_loads: Calls of `load` waiting for a permit. Gauge.
         waiting_stores: Calls of `store` waiting for a permit or for room. Gauge.
-        missed_events: Events dropped for slow readers of `events()`, counted per reader.
+        missed_events: Events that slow readers of `events()` did not get, but the contents instead;
+            counted per reader.
         failed_copies: Copies that failed or could not start.
         load_copy_seconds: Durations of finished copies to the device.
         store_copy_seconds: Durations of finished copies from the device.
