@@ -301,8 +301,8 @@ class OffloadingEvent:
         removed: True if the blocks were removed, False if they were added.
         locality: Locality of the medium, if the tier gives it.
         ownership: Name of the secondary tier, unique within a manager; None for the primary. For a
-            REMOTE tier, followed by `@` and a digest of its location and the blocks' identity: the
-            same for all engines that share the store.
+            REMOTE tier that engines may share, its type, `@`, and a digest of its location and of
+            the blocks' identity: the same for all of them.
         metadata_only: A failed write released its bookkeeping; the keys were never readable.
         removal_expected: Removal of these stored blocks will be announced for each block.
         sequence: Counts the events of one `ownership` from 1. A gap means that an event was

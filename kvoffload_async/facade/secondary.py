@@ -222,7 +222,7 @@ class SecondaryTierManager:
                 owns_loop=owns_loop,
             )
             undo.pop_all()
-        if self.locality is Locality.REMOTE:
+        if self.locality is Locality.REMOTE and not tier.capabilities.exclusive:
             store = f"{self.link.actor.location}\n{identity.digest}".encode()
             digest = hashlib.sha256(store).hexdigest()[:_DIGEST_DIGITS]
             state.event_log.shared_store = f"{tier_type}@{digest}"

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,7 +15,7 @@ from kvoffload_async.testing.harness import ManagerHarness, key_of
 from kvoffload_async.tiers.fs.settings import FsSettings
 from kvoffload_async.tiers.fs.tier import FsTier
 from kvoffload_async.tiers.slab.tier import SlabSettings, SlabTier
-from kvoffload_async.types import ReqContext
+from kvoffload_async.types import Locality, ReqContext
 
 KIB = 1024
 R = ReqContext("r")
@@ -83,6 +84,31 @@ def test_what_is_told_of_a_full_directory_is_what_is_in_it(tmp_path):
         held = harness.run(tier.contains([key_of(number) for number in range(801)]))
         assert held
         assert announced(harness) == held
+
+
+@pytest.mark.parametrize("locality", list(Locality))
+def test_a_store_that_engines_share_has_one_owner_in_the_events_of_all(locality, tmp_path):
+    def owner_of(tier, block_bytes=4 * KIB):
+        with ManagerHarness(tier, 4, block_bytes, enable_kv_events=True) as harness:
+            harness.submit_store([key_of(0)], [0])
+            harness.wait()
+            (event,) = harness.manager.take_events()
+            assert event.locality is locality
+            assert event.ownership == harness.manager.ownership
+            return event.ownership
+
+    def fs(name):
+        where = str(tmp_path / name)
+        return FsTier(FsSettings(root_dir=where, run_config=FIELDS, locality=locality))
+
+    owners = [owner_of(fs("a")), owner_of(fs("a")), owner_of(fs("b")), owner_of(fs("a"), 8 * KIB)]
+    settings = small_slab(tmp_path / "slab")._settings
+    private = owner_of(SlabTier(replace(settings, locality=locality), POLICY))
+    if locality is Locality.LOCAL:
+        assert {*owners, private} == {owners[0]}
+    else:
+        assert owners[0] == owners[1] != private
+        assert len({*owners, private}) == 4
 
 
 def cancel_store(world, tier):

@@ -51,9 +51,9 @@ def hold_removals(
         if event.ownership is None and not event.metadata_only:
             if not event.removed:
                 stored.update(keys)
-            elif waiting := [key for key in keys if is_resident(key) and key not in stored]:
+            elif waiting := {key for key in keys if is_resident(key) and key not in stored}:
                 held.append(replace(event, keys=waiting))
-                keys = [key for key in keys if key not in set(waiting)]
+                keys = [key for key in keys if key not in waiting]
         if keys:
             ready.append(event if keys is event.keys else replace(event, keys=keys))
     return ready[::-1], held[::-1]
