@@ -134,7 +134,6 @@ class PrimaryStatistics:
         found_blocks: Those of them that were found, also behind a missing block, where they cannot
             be loaded: `loaded_blocks` counts prefix hits, this block hits.
         load_pins: Pins of blocks that requests load; a block may have several. Gauge.
-        events_dropped: Events dropped because nobody read them in time.
     """
 
     slots: SlotStatistics
@@ -151,7 +150,6 @@ class PrimaryStatistics:
     used_blocks: int
     found_blocks: int
     load_pins: int
-    events_dropped: int
 
     @property
     def num_slots(self) -> int:
@@ -252,7 +250,8 @@ class TierStatistics:
         breaker_openings: Times each breaker opened.
         breaker_reasons: Text of the error that opened each breaker, for those that are not closed.
         probes_outstanding: Existence probes without an answer. Gauge.
-        events_dropped: Events dropped because nobody read them in time.
+        events_dropped: Events dropped because nobody read them in time; only for tiers whose
+            removals are not all announced.
         used_bytes: Space used, if the tier reports it in its gauges. Gauge.
         capacity_bytes: Capacity, if the tier reports it in its gauges. Gauge.
         load_seconds: Durations of loads.

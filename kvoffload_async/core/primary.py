@@ -1081,7 +1081,6 @@ PRIMARY_FIGURES: Final = FigureSet(
     {
         "slots": "counts",
         "load_pins": "loading.num_pins",
-        "events_dropped": "event_log.dropped",
     },
 )
 """Copies the figures of a `Primary`."""

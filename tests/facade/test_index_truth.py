@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 from facade.bounded_tier import BoundedTier
 from facade.replay_world import ReplayWorld
-from facade.worlds import HIT, MISS, k, ks
+from facade.worlds import EXCLUSIVE, HIT, MISS, PROBED, k, ks
 
 from kvoffload_async.registry import create_policy
 from kvoffload_async.testing.harness import ManagerHarness, key_of
@@ -215,16 +215,17 @@ def test_a_load_of_a_block_that_goes_meanwhile_leaves_it_unknown(alone):
     assert world.manager.lookup(k(1), R) is MISS
 
 
-def test_events_that_nobody_takes_are_dropped_and_counted_and_leave_a_gap(worlds):
-    world = worlds()
-    for log in (world.primary.core.event_log, world.secondaries[0].tier_state.event_log):
-        log._bound = 1
+def test_events_that_nobody_takes_are_dropped_only_where_not_every_block_is_followed(worlds):
+    world = worlds(EXCLUSIVE, PROBED)
+    for log in (world.primary.core.event_log, *(s.tier_state.event_log for s in world.secondaries)):
+        log._bound = log._limit = 1
     world.begin("r")
     for number in range(3):
         world.store(number)
         world.rest()
     stats = world.manager.stats()
-    assert stats.primary.events_dropped + sum(tier.events_dropped for tier in stats.tiers) == 4
-    events = list(world.manager.take_events())
-    assert [(event.ownership, event.sequence) for event in events] == [(None, 3), ("tier0", 3)]
+    assert [tier.events_dropped for tier in stats.tiers] == [0, 2]
+    numbers = [(event.ownership, event.sequence) for event in world.manager.take_events()]
+    assert numbers[-1] == ("tier1", 3)
+    assert [owner for owner, _ in numbers[:-1]] == [None] * 3 + ["tier0"] * 3
     world.finish("r")
