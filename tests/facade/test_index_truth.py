@@ -225,7 +225,9 @@ def test_events_that_nobody_takes_are_dropped_only_where_not_every_block_is_foll
         world.rest()
     stats = world.manager.stats()
     assert [tier.events_dropped for tier in stats.tiers] == [0, 2]
-    numbers = [(event.ownership, event.sequence) for event in world.manager.take_events()]
-    assert numbers[-1] == ("tier1", 3)
-    assert [owner for owner, _ in numbers[:-1]] == [None] * 3 + ["tier0"] * 3
+    *kept, last = world.manager.take_events()
+    assert (last.ownership, last.sequence, list(last.keys)) == ("tier1", 3, ks(2))
+    for owner in None, "tier0":
+        read = [key for event in kept if event.ownership == owner for key in event.keys]
+        assert read == ks(0, 1, 2)
     world.finish("r")
