@@ -345,14 +345,9 @@ class SecondaryTierManager:
         self.link.pump()
         return self.link.has_pending_work()
 
-    def take_events(self, max_keys: int | None = None) -> Iterable[OffloadingEvent]:
-        """Remove and return events of stored and removed blocks, oldest first.
-
-        Args:
-            max_keys: Number of keys after which further events wait for the next call, for which
-                `has_pending_work` then asks; None: return all.
-        """
-        return self.link.take_events(max_keys)
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """Remove and return the events of stored and removed blocks."""
+        return self.link.take_events()
 
     def announce_anew(self) -> None:
         """Emit events for blocks again when they are next stored or loaded.

@@ -235,7 +235,7 @@ class VllmTier(tiering.SecondaryTierManager):
 
     def take_events(self) -> Iterable[base.OffloadingEvent]:
         """Remove and return a batch of events of blocks added to and removed from the tier."""
-        events = self._tier.take_events(KEYS_A_STEP)
+        events = self._tier.link.take_events(KEYS_A_STEP)
         return [convert.event(event, self.locality) for event in events]
 
     # -- blocking calls --------------------------------------------------------------------
