@@ -134,7 +134,6 @@ class PrimaryStatistics:
         found_blocks: Those of them that were found, also behind a missing block, where they cannot
             be loaded: `loaded_blocks` counts prefix hits, this block hits.
         load_pins: Pins of blocks that requests load; a block may have several. Gauge.
-        events_dropped: Events dropped because nobody read them in time.
     """
 
     slots: SlotStatistics
@@ -151,7 +150,6 @@ class PrimaryStatistics:
     used_blocks: int
     found_blocks: int
     load_pins: int
-    events_dropped: int
 
     @property
     def num_slots(self) -> int:
@@ -254,7 +252,8 @@ class TierStatistics:
         breaker_openings: Times each breaker opened.
         breaker_reasons: Text of the error that opened each breaker, for those that are not closed.
         probes_outstanding: Existence probes without an answer. Gauge.
-        events_dropped: Events dropped because nobody read them in time.
+        events_dropped: Events dropped because nobody read them in time; only for tiers whose
+            removals are not all announced.
         used_bytes: Space used, if the tier reports it in its gauges. Gauge.
         capacity_bytes: Capacity, if the tier reports it in its gauges. Gauge.
         load_seconds: Durations of loads.
@@ -405,7 +404,8 @@ class EngineStatistics(OffloadingStatistics):
         copies: Device copies in flight, loads and stores. Gauge.
         waiting_loads: Calls of `load` waiting for a permit. Gauge.
         waiting_stores: Calls of `store` waiting for a permit or for room. Gauge.
-        missed_events: Events dropped for slow readers of `events()`, counted per reader.
+        missed_events: Events that slow readers of `events()` did not get, but the contents instead;
+            counted per reader.
         failed_copies: Copies that failed or could not start.
         load_copy_seconds: Durations of finished copies to the device.
         store_copy_seconds: Durations of finished copies from the device.

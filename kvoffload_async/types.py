@@ -313,11 +313,15 @@ class OffloadingEvent:
         medium: The medium.
         removed: True if the blocks were removed, False if they were added.
         locality: Locality of the medium, if the tier gives it.
-        ownership: Name of the secondary tier, unique within a manager; None for the primary.
+        ownership: Name of the secondary tier, unique within a manager; None for the primary. For a
+            REMOTE tier that engines may share, its type, `@`, and a digest of its location and of
+            the blocks' identity: the same for all of them.
         metadata_only: A failed write released its bookkeeping; the keys were never readable.
         removal_expected: Removal of these stored blocks will be announced for each block.
         sequence: Counts the events of one `ownership` from 1. A gap means that an event was
             dropped because nobody read it in time. 0: not counted.
+        restarts: Earlier events of this `ownership` are void: it has these keys, and those of later
+            events.
     """
 
     keys: Collection[OffloadKey]
@@ -328,6 +332,7 @@ class OffloadingEvent:
     metadata_only: bool = False
     removal_expected: bool = False
     sequence: int = 0
+    restarts: bool = False
 
 
 @dataclass(frozen=True, slots=True)

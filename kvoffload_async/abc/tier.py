@@ -417,5 +417,9 @@ class AsyncTier(ABC):
         return {}
 
     def describe(self) -> str:
-        """Return one line describing this tier and its location, for people."""
+        """Return one line describing this tier and its location, for people.
+
+        In events, REMOTE tiers with equal texts and identities are one store that engines share,
+        unless they are exclusive.
+        """
         return type(self).__name__

@@ -9,6 +9,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
@@ -26,6 +27,19 @@ from kvoffload_async.types import LookupResult, OffloadingEvent, OffloadKey, Pre
 _CALLS_PER_STEP: Final = 32
 
 
+@dataclass(slots=True, eq=False)
+class _Reader:
+    """An iteration over the events.
+
+    Attributes:
+        unread: Events to yield next, unless `has_missed`.
+        has_missed: Whether the contents are to be yielded first, as at the start.
+    """
+
+    unread: deque[OffloadingEvent] = field(default_factory=deque)
+    has_missed: bool = True
+
+
 class Steps:
     """Ends a planner step after each iteration of the event loop that called the planner.
 
@@ -41,7 +55,7 @@ class Steps:
         self._news: asyncio.Future[None] = self._loop.create_future()
         """Done when there are new events for the readers, or no more will come."""
         self._unread_events = unread_events
-        self._readers: dict[int, deque[OffloadingEvent]] = {}
+        self._readers: list[_Reader] = []
         self.resetting: asyncio.Future[None] | None = None
         """Done when the running reset ends; None if no reset is running."""
         self.missed_events = 0
@@ -139,19 +153,25 @@ class Steps:
         self.ensure_open()
 
     async def events(self) -> AsyncIterator[OffloadingEvent]:
-        """Iterate over the block events, from the first iteration until the engine is closed."""
+        """Iterate over the contents, then over the block events, until the engine is closed."""
         self.ensure_open()
-        unread: deque[OffloadingEvent] = deque(maxlen=self._unread_events)
-        self._readers[id(unread)] = unread
+        reader = _Reader()
+        self._readers.append(reader)
         try:
             while True:
-                while unread:
-                    yield unread.popleft()
+                while reader.has_missed and self._driver is not None:
+                    self._deliver(self._driver)  # the contents include what is unread now
+                    reader.has_missed = False
+                    for event in list(self._driver.contents()):
+                        yield event
+                while reader.unread:
+                    yield reader.unread.popleft()
                 if self._has_ended:
                     return
-                await asyncio.wait({self._news})
+                if not reader.has_missed or self._driver is None:
+                    await asyncio.wait({self._news})
         finally:
-            del self._readers[id(unread)]
+            self._readers.remove(reader)
 
     # -- internal -------------------------------------------------------------------------------
 
@@ -176,20 +196,29 @@ class Steps:
         self._num_calls = 0
         try:
             driver.on_schedule_end()
-            events = list(driver.take_events())
+            has_events = self._deliver(driver)
         except OffloadError as error:  # an internal error: waiting calls must not hang
             self._fault = error
             self.waiters.wake_all()
             self._tell_readers()
             raise
-        for unread in self._readers.values():
-            self.missed_events += max(0, len(unread) + len(events) - self._unread_events)
-            unread.extend(events)
-        if events:
-            self._tell_readers()
-        if has_progress or events or counters.job_results != results_before:
+        if has_progress or has_events or counters.job_results != results_before:
             is_wanted = bool(self.waiters.for_room)
             self.waiters.progressed(has_room=is_wanted and driver.planner.primary.room > 0)
+
+    def _deliver(self, driver: PlannerDriver) -> bool:
+        """Pass the new events to the readers; return whether there are any."""
+        events = list(driver.take_events())
+        for reader in self._readers:
+            if not reader.has_missed:
+                reader.unread.extend(events)
+            if len(reader.unread) > self._unread_events:
+                self.missed_events += len(reader.unread)
+                reader.unread.clear()
+                reader.has_missed = True
+        if events:
+            self._tell_readers()
+        return bool(events)
 
     def _schedule_later(self, delay_s: float) -> None:
         """Replace the timer of the next step: due in `delay_s` seconds, never if infinite."""

@@ -596,8 +596,9 @@ class OffloadEngine:
     def events(self) -> AsyncIterator[OffloadingEvent]:
         """Iterate over events of blocks added to and removed from the tiers, until close.
 
-        Starts with the first iteration. A slow reader misses the oldest events: their sequence
-        numbers are skipped, and `stats().missed_events` counts them.
+        Begins with the contents at the first iteration: for the primary and each tier with events
+        an event that `restarts`. A slow reader misses events, which `stats().missed_events` counts;
+        then it gets the contents again.
         """
         return self._steps.events()
 

@@ -34,7 +34,7 @@ class EngineBounds:
         concurrent_stores: Maximum concurrent stores from the device, with a separate limiter.
         waiting_calls: Maximum loads waiting for a permit, and maximum stores waiting for a permit
             or room; one more raises BusyError.
-        unread_events: Events buffered per reader; beyond that the oldest are dropped.
+        unread_events: Events buffered per reader; beyond that it gets the contents again instead.
     """
 
     concurrent_loads: int = 4

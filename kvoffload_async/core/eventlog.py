@@ -1,23 +1,48 @@
-"""Bounded log of blocks added to and removed from a medium, until the events are read."""
+"""Log of blocks added to and removed from a medium, until the events are read."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from enum import Enum, auto
+from itertools import groupby
+from operator import itemgetter
+from typing import Final, NamedTuple
 
 from kvoffload_async.tables.keymap import KeyMap
 from kvoffload_async.types import Locality, Medium, OffloadingEvent, OffloadKey
 
+KEYS_PER_EVENT: Final = 1024
+
+
+class Change(Enum):
+    """Kind of an event."""
+
+    STORED = auto()
+    REMOVED = auto()
+    RELEASED = auto()
+    """A failed write released its bookkeeping; the block was never readable."""
+
+
+_CANCELLED: Final = {
+    (Change.REMOVED, Change.STORED): None,
+    (Change.STORED, Change.REMOVED): Change.RELEASED,
+    (Change.REMOVED, Change.RELEASED): Change.REMOVED,
+}
+"""(unread change of a block, next one) -> the change that replaces both; others: the next one."""
+
 
 class _Entry(NamedTuple):
     keys: Sequence[OffloadKey]
-    removed: bool
-    metadata_only: bool
+    change: Change
 
 
 class EventLog:
-    """Collects events for one medium; drops the oldest ones if they are not read.
+    """Collects events for one medium.
+
+    If too many keys wait to be read, a log that follows every block replaces the changes of each
+    block by one: the events still lead to the contents, and their number is limited by the blocks
+    of the medium and of the reader. Other logs drop their oldest events.
 
     Events are numbered when they are taken. A dropped event consumes a number, so that a reader can
     detect the gap.
@@ -26,8 +51,11 @@ class EventLog:
         entries: The collected events, not yet numbered.
         medium: Medium of the blocks.
         locality: Locality of the medium.
-        ownership: See `OffloadingEvent`; applies to events that are taken from now on.
+        ownership: Name of the tier, None for the primary; applies to events taken from now on.
+        shared_store: Name of the store if engines share it; in events instead of `ownership`.
+        is_enabled: Whether events are collected at all.
         dropped: Number of dropped events.
+        is_behind: Whether the last `take` has left events to the next.
         announced: Blocks that were announced as stored and not as removed, also in events not yet
             taken; None if they are not tracked. Read-only.
     """
@@ -48,78 +76,146 @@ class EventLog:
         Args:
             medium: Medium of the blocks.
             locality: Locality of the medium.
-            enabled: Whether events are collected at all.
+            enabled: See `is_enabled`.
             ownership: See the class.
             announces_removals: Whether every block that is removed gets a removal event.
             remembers: Track announced blocks to suppress repeated events: a block is announced
                 as stored once until it is removed, and then as removed once. Costs a table entry
                 per block.
-            bound: Maximum number of keys; the latest event is kept whatever its size.
+            bound: Maximum number of unread keys before changes are replaced or dropped; the latest
+                event is kept whatever its size.
         """
         self.ownership = ownership
+        self.shared_store: str | None = None
         self.dropped = 0
         self.medium = medium
         self.locality = locality
-        self._enabled = enabled
+        self.is_enabled = enabled
         self._announces_removals = announces_removals
+        self._follows_every_block = announces_removals or remembers
         self.announced = KeyMap() if enabled and remembers else None
         self._epoch = 0
         self._bound = bound
+        self._limit = bound
+        """`_bound`, or more while the unread changes of distinct blocks are more."""
         self.entries: deque[_Entry] = deque()
         self._num_keys = 0
+        self.is_behind = False
         self._sequence = 0
 
-    def add(
-        self, keys: Collection[OffloadKey], *, removed: bool, metadata_only: bool = False
-    ) -> None:
-        """Append an event about these blocks, unless it would report nothing new."""
-        if not self._enabled:
+    @property
+    def owner(self) -> str | None:
+        """The `ownership` in events."""
+        return self.shared_store or self.ownership
+
+    def add(self, keys: Collection[OffloadKey], change: Change) -> None:
+        """Append events about a change of these blocks, unless they would report nothing new."""
+        if not self.is_enabled:
             return
         news: Sequence[OffloadKey] = tuple(keys)
-        if self.announced is not None and removed:
-            news = self.announced.discard_present(news)
-        elif self.announced is not None:
-            news = self.announced.change(news, self._epoch)
-        if not news:
+        if self.announced is not None:
+            if change is Change.STORED:
+                news = self.announced.change(news, self._epoch)
+            else:
+                news = self.announced.discard_present(news)
+        self._append(news, change)
+        if self._num_keys <= self._limit:
             return
-        entries = self.entries
-        entries.append(_Entry(news, removed, metadata_only))
-        self._num_keys += len(news)
-        while self._num_keys > self._bound and len(entries) > 1:
-            self._num_keys -= len(entries.popleft().keys)
+        if self._follows_every_block:
+            if len(news) <= self._limit:  # else few of them are repeated
+                self._cancel()
+            self._limit = max(self._bound, 2 * self._num_keys)
+        while self._num_keys > self._limit and len(self.entries) > 1:
+            self._num_keys -= len(self.entries.popleft().keys)
             self.dropped += 1
             self._sequence += 1
 
     def announce_anew(self) -> None:
-        """Announce each block again at its next store; for consumers that lost state."""
+        """Announce each block again at its next store or load; for readers that lost state."""
         self._epoch += 1
 
-    def take(self, is_allocated: Callable[[OffloadKey], bool]) -> Iterator[OffloadingEvent]:
+    def confirm(self, keys: Sequence[OffloadKey]) -> None:
+        """Announce those of these stored blocks again that `announce_anew` applies to."""
+        if self._epoch and self.announced is not None:
+            epochs = zip(keys, self.announced.find(keys), strict=True)
+            self.add([key for key, epoch in epochs if epoch is not None], Change.STORED)
+
+    def take(
+        self, is_allocated: Callable[[OffloadKey], bool], max_keys: int | None = None
+    ) -> Iterator[OffloadingEvent]:
         """Remove and return the collected events, oldest first.
 
         The events are removed before the first is yielded, so a partly consumed iterator cannot
-        replay them. Metadata-only removals omit keys that have been allocated again.
+        replay them. Those of released blocks omit keys that have been allocated again.
+
+        Args:
+            is_allocated: Whether a block is stored or being written now.
+            max_keys: Number of keys after which further events wait for the next call.
         """
-        batch, self.entries = self.entries, deque()
-        self._num_keys = 0
+        entries = self.entries
+        least = 0 if max_keys is None else max(0, self._num_keys - max_keys)
         events: list[OffloadingEvent] = []
-        for keys, removed, metadata_only in batch:
-            current = keys
-            if metadata_only:
-                current = tuple(key for key in keys if not is_allocated(key))
-                if not current:
+        while self._num_keys > least:
+            keys, change = entries.popleft()
+            self._num_keys -= len(keys)
+            if change is Change.RELEASED:
+                keys = tuple(key for key in keys if not is_allocated(key))
+                if not keys:
                     continue
             self._sequence += 1
-            events.append(
-                OffloadingEvent(
-                    current,
-                    self.medium,
-                    removed,
-                    locality=self.locality,
-                    ownership=self.ownership,
-                    metadata_only=metadata_only,
-                    removal_expected=self._announces_removals and not removed,
-                    sequence=self._sequence,
-                )
-            )
+            events.append(self._event(keys, change))
+        self.is_behind = bool(entries)
+        if not entries:
+            self._limit = self._bound
         return iter(events)
+
+    def contents(self, keys: Iterable[OffloadKey]) -> Iterator[OffloadingEvent]:
+        """Yield events that announce `keys` as the whole contents; call when no event is unread."""
+        portions = [*_portions(tuple(keys))]
+        yield self._event(portions[0] if portions else (), Change.STORED, restarts=True)
+        for portion in portions[1:]:
+            yield self._event(portion, Change.STORED)
+
+    # -- internal -------------------------------------------------------------------------------
+
+    def _event(
+        self, keys: Sequence[OffloadKey], change: Change, *, restarts: bool = False
+    ) -> OffloadingEvent:
+        return OffloadingEvent(
+            keys,
+            self.medium,
+            change is not Change.STORED,
+            locality=self.locality,
+            ownership=self.owner,
+            metadata_only=change is Change.RELEASED,
+            removal_expected=self._announces_removals and change is Change.STORED,
+            sequence=self._sequence,
+            restarts=restarts,
+        )
+
+    def _append(self, keys: Sequence[OffloadKey], change: Change) -> None:
+        self.entries.extend(_Entry(portion, change) for portion in _portions(keys))
+        self._num_keys += len(keys)
+
+    def _cancel(self) -> None:
+        """Replace the unread changes of each block by one; none if the reader misses nothing."""
+        latest: dict[OffloadKey, Change] = {}
+        for keys, change in self.entries:
+            for key in keys:
+                replacement = _CANCELLED.get((latest.pop(key, change), change), change)
+                if replacement is not None:
+                    latest[key] = replacement
+        self.entries.clear()
+        self._num_keys = 0
+        for change, changed in groupby(latest.items(), itemgetter(1)):
+            self._append([key for key, _ in changed], change)
+
+
+def _portions(keys: Sequence[OffloadKey]) -> Iterator[Sequence[OffloadKey]]:
+    """Yield the keys in portions for one event each."""
+    if len(keys) <= KEYS_PER_EVENT:
+        if keys:
+            yield keys
+        return
+    for first in range(0, len(keys), KEYS_PER_EVENT):
+        yield keys[first : first + KEYS_PER_EVENT]

@@ -33,7 +33,7 @@ from kvoffload_async.core.admission import (
     those_before,
 )
 from kvoffload_async.core.counters import Figures, FigureSet, PrimaryCounters
-from kvoffload_async.core.eventlog import EventLog
+from kvoffload_async.core.eventlog import Change, EventLog
 from kvoffload_async.core.index import OnResolved
 from kvoffload_async.errors import InvariantError, StateError
 from kvoffload_async.statistics import PrimaryStatistics, SlotStatistics
@@ -42,6 +42,7 @@ from kvoffload_async.tables.keymap import LAST_HASH_BYTE, KeyTable, require_keys
 from kvoffload_async.tables.lists import FreeNumbers, NumberLists
 from kvoffload_async.types import (
     CPULoadStoreSpec,
+    Locality,
     LookupResult,
     Medium,
     OffloadingEvent,
@@ -460,6 +461,11 @@ class ResidentBlocks:
             for key, slot in self._blocks.items()
         )
 
+    def readable(self) -> list[OffloadKey]:
+        """Return the keys of all readable blocks."""
+        refs = self._refs
+        return [key for key, slot in self._blocks.map.items() if refs[slot] >= 0]
+
     def debts(self) -> dict[int, int]:
         """Return protected slot -> number of tiers for which its block is pending.
 
@@ -610,7 +616,9 @@ class Primary(ResidentBlocks):
         self.drops_pending = True
         self.may_decline = True
         self._writing = 0
-        self.event_log = EventLog(Medium.CPU, enabled=enable_events, announces_removals=True)
+        self.event_log = EventLog(
+            Medium.CPU, Locality.LOCAL, enabled=enable_events, announces_removals=True
+        )
         """Events for `take_events`, and the count of dropped ones."""
         self.generation = 0
         """Number of resets; a grant of an earlier generation is stale."""
@@ -875,8 +883,7 @@ class Primary(ResidentBlocks):
                 until `release_slots`.
         """
         self.generation += 1
-        removed = [key for key, _, refs in self.resident() if refs >= 0]
-        self.event_log.add(removed, removed=True)
+        self.event_log.add(self.readable(), Change.REMOVED)
         self._blocks.clear()
         self._writers.clear()
         self.loading.clear()
@@ -890,9 +897,9 @@ class Primary(ResidentBlocks):
 
     # -- inspection -----------------------------------------------------------------------------
 
-    def take_events(self) -> Iterator[OffloadingEvent]:
-        """Detach and return the events since the last call."""
-        return self.event_log.take(self._blocks.__contains__)
+    def take_events(self, max_keys: int | None = None) -> Iterator[OffloadingEvent]:
+        """Detach and return events since the last call; see `EventLog.take`."""
+        return self.event_log.take(self._blocks.__contains__, max_keys)
 
     @property
     def num_slots(self) -> int:
@@ -976,7 +983,7 @@ class Primary(ResidentBlocks):
         evicted = self._blocks.remove(victims)
         self._idle -= len(victims)
         self.counters.evicted_blocks += len(victims)
-        self.event_log.add(evicted, removed=True)
+        self.event_log.add(evicted, Change.REMOVED)
         return evicted
 
     def _make_room(
@@ -1050,7 +1057,7 @@ class Primary(ResidentBlocks):
         self._idle += len(slots)
         self.room_made += len(slots)
         self.policy.released(slots)
-        self.event_log.add(keys, removed=False)
+        self.event_log.add(keys, Change.STORED)
         self._tell_ended(keys)
 
     def _forget(self, keys: Sequence[OffloadKey], slots: Sequence[int]) -> None:
@@ -1059,7 +1066,7 @@ class Primary(ResidentBlocks):
         self.policy.discard(slots)
         self._blocks.remove(slots)
         self._writing -= len(slots)
-        self.event_log.add(keys, removed=True, metadata_only=True)
+        self.event_log.add(keys, Change.RELEASED)
         self._tell_ended(keys)
 
     def _tell_ended(self, keys: Sequence[OffloadKey]) -> None:
@@ -1074,7 +1081,6 @@ PRIMARY_FIGURES: Final = FigureSet(
     {
         "slots": "counts",
         "load_pins": "loading.num_pins",
-        "events_dropped": "event_log.dropped",
     },
 )
 """Copies the figures of a `Primary`."""

@@ -20,7 +20,7 @@ from kvoffload_async.abc.events import (
 )
 from kvoffload_async.core.backpressure import Backpressure
 from kvoffload_async.core.counters import Figures, FigureSet, TierCounters
-from kvoffload_async.core.eventlog import EventLog
+from kvoffload_async.core.eventlog import Change, EventLog
 from kvoffload_async.core.health import BreakerSettings, BreakerState, TierHealth
 from kvoffload_async.core.index import BreakEven, CostGatedIndex, KeyIndex
 from kvoffload_async.core.ledger import (
@@ -301,17 +301,17 @@ class TierState:
                 self.health.probe_ended(event)
             case BlocksAppeared():
                 self.index.appeared(event.keys)
-                self.event_log.add(event.keys, removed=False)
+                self.event_log.add(event.keys, Change.STORED)
             case BlocksEvicted():
                 self.counters.evicted_blocks += len(event.keys)
                 self.index.vanished(event.keys, surely=True)
-                self.event_log.add(event.keys, removed=True)
+                self.event_log.add(event.keys, Change.REMOVED)
             case AnnouncementRefused():  # pragma: no branch - no other event exists
                 self.counters.refused_keys += event.num_keys
 
-    def take_events(self) -> Iterator[OffloadingEvent]:
-        """Remove and return the events of added and removed blocks since the last call."""
-        return self.event_log.take(lambda _key: False)
+    def take_events(self, max_keys: int | None = None) -> Iterator[OffloadingEvent]:
+        """Remove and return events of added and removed blocks; see `EventLog.take`."""
+        return self.event_log.take(lambda _key: False, max_keys)
 
     # -- statistics -----------------------------------------------------------------------------
 
@@ -408,9 +408,10 @@ class TierState:
             if outdated:
                 stored = [key for key in stored if key not in outdated]
             self.index.appeared(stored)
-            self.event_log.add(stored, removed=False)
+            self.event_log.add(stored, Change.STORED)
             return
         if not failures:
+            self.event_log.confirm(job.keys)
             if job.keys:
                 per_block_s = event.seconds / len(job.keys)
                 self._load_seconds += _WEIGHT_OF_NEWEST * (per_block_s - self._load_seconds)
@@ -423,7 +424,7 @@ class TierState:
         if outdated:
             gone = [key for key in gone if key not in outdated]
         self.index.vanished(gone, surely=True)
-        self.event_log.add(gone, removed=True)
+        self.event_log.add(gone, Change.REMOVED)
         self._doubt(job, unavailable)
 
     def _doubt(self, job: JobMetadata, keys: Sequence[OffloadKey]) -> None:

@@ -229,16 +229,33 @@ class PlannerDriver:
         if self._check_invariants:
             check_state(self.planner)
 
-    def take_events(self) -> Iterator[OffloadingEvent]:
-        """Remove and return the events of the primary and of every tier."""
+    def take_events(self, max_keys: int | None = None) -> Iterator[OffloadingEvent]:
+        """Remove and return events of the primary and of every tier, oldest first for each.
+
+        Args:
+            max_keys: Number of keys of the primary, and of each tier, after which further events
+                wait for the next call, for which `has_pending_work` then asks; None: return all.
+        """
         primary = self.planner.primary
-        events = [*primary.take_events()] if primary.event_log.entries else []
+        events = [*primary.take_events(max_keys)] if primary.event_log.entries else []
         for link in self._tiers.links.values():
-            events += link.take_events()
+            events += link.take_events(max_keys)
         return iter(events)
 
+    def contents(self) -> Iterator[OffloadingEvent]:
+        """Yield events that announce all that is known of the contents, when none is unread.
+
+        For a reader that begins later, or has missed events.
+        """
+        primary = self.planner.primary
+        if primary.event_log.is_enabled:
+            yield from primary.event_log.contents(primary.readable())
+        for tier in self.planner.tiers:
+            if tier.event_log.is_enabled:
+                yield from tier.event_log.contents(tier.event_log.announced or ())
+
     def announce_anew(self) -> None:
-        """Emit events for blocks again when they are next stored in a tier.
+        """Emit events for blocks again when they are next stored in a tier, or loaded from it.
 
         For consumers of events that have lost their state.
         """
@@ -246,8 +263,10 @@ class PlannerDriver:
             link.announce_anew()
 
     def has_pending_work(self) -> bool:
-        links = self._tiers.links.values()
-        return self.planner.has_pending_work or any(link.has_pending_work() for link in links)
+        planner, links = self.planner, self._tiers.links.values()
+        if planner.has_pending_work or planner.primary.event_log.is_behind:
+            return True
+        return any(link.has_pending_work() for link in links)
 
     def stats(self) -> OffloadingStatistics:
         """Return counters and gauges, also after shutdown.

@@ -176,7 +176,7 @@ class ExternalLink:
         self.flush()
         self._call("on_schedule_end", context, is_fault=True)
 
-    def take_events(self) -> Iterator[OffloadingEvent]:
+    def take_events(self, _max_keys: int | None = None) -> Iterator[OffloadingEvent]:
         """Yield the manager's events, with the tier's name."""
         for event in self._each("take_events"):
             if isinstance(event, OffloadingEvent):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -51,6 +52,7 @@ from kvoffload_async.types import (
 )
 from kvoffload_async.waiting import seconds
 
+_DIGEST_DIGITS: Final = 12
 _STOP_THREADS_S: Final = 0.2
 """Seconds to wait for the end of idle threads."""
 
@@ -220,6 +222,10 @@ class SecondaryTierManager:
                 owns_loop=owns_loop,
             )
             undo.pop_all()
+        if self.locality is Locality.REMOTE and not tier.capabilities.exclusive:
+            store = f"{self.link.actor.location}\n{identity.digest}".encode()
+            digest = hashlib.sha256(store).hexdigest()[:_DIGEST_DIGITS]
+            state.event_log.shared_store = f"{tier_type}@{digest}"
         self.link.open(common.open_timeout_s)
         self.link.pump()
         guard_forks(self)
@@ -344,7 +350,10 @@ class SecondaryTierManager:
         return self.link.take_events()
 
     def announce_anew(self) -> None:
-        """Emit events for blocks again when they are next stored; for consumers that lost state."""
+        """Emit events for blocks again when they are next stored or loaded.
+
+        For consumers of events that have lost their state.
+        """
         self.link.announce_anew()
 
     def stats(self) -> TierStatistics:
@@ -353,8 +362,8 @@ class SecondaryTierManager:
 
     @property
     def ownership(self) -> str | None:
-        """Name of the tier in its events; by default `tier_type`."""
-        return self.tier_state.event_log.ownership
+        """Name of the tier in its events; see `OffloadingEvent`. By default `tier_type`."""
+        return self.tier_state.event_log.owner
 
     @ownership.setter
     def ownership(self, name: str) -> None:

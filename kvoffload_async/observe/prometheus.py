@@ -119,7 +119,6 @@ def breakers(tier: TierStatistics) -> Samples:
 
 def events(stats: OffloadingStatistics) -> Samples:
     """Yield the number of events dropped because they were not read in time, by tier."""
-    yield ("primary",), stats.primary.events_dropped
     yield from (((tier.name,), tier.events_dropped) for tier in stats.tiers)
 
 

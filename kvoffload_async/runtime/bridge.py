@@ -129,17 +129,18 @@ class TierLink:
             return
         state.end_step()
 
-    def take_events(self) -> Iterable[OffloadingEvent]:
-        """Remove and return the events of stored and removed blocks."""
-        return self.state.take_events() if self.state.event_log.entries else ()
+    def take_events(self, max_keys: int | None = None) -> Iterable[OffloadingEvent]:
+        """Remove and return events of stored and removed blocks; see `EventLog.take`."""
+        return self.state.take_events(max_keys) if self.state.event_log.entries else ()
 
     def announce_anew(self) -> None:
-        """Emit events for blocks again when they are next stored; for consumers that lost state."""
+        """See `EventLog.announce_anew`."""
         self.state.event_log.announce_anew()
 
     def has_pending_work(self) -> bool:
-        """Return whether a job is unfinished, a result is uncollected, or a probe is unanswered."""
-        return bool(self.inbox) or self.state.has_pending_work
+        """Return whether a job, a result, a probe, or the rest of some events is pending."""
+        state = self.state
+        return bool(self.inbox) or state.has_pending_work or state.event_log.is_behind
 
     def stats(self, taken: Figures) -> TierStatistics:
         """Return the tier's statistics, also after closing. Thread-safe.

@@ -69,32 +69,72 @@ async def test_events_tell_what_comes_and_goes_and_end_with_the_engine():
 async def test_readers_do_not_take_each_others_place():
     first, second = [], []
     async with opened() as world:
-        short = asyncio.create_task(read(world.engine, first, limit=1))
+        short = asyncio.create_task(read(world.engine, first, limit=2))
         long = asyncio.create_task(read(world.engine, second))
         await turns()
         await world.put("a")
         await short
         await world.put("b", "more")
         await turns()
-        assert len(first) == 1
-        assert len(second) == 2
+        assert len(first) == 2
+        assert len(second) == 3
     await asyncio.wait_for(long, DEADLINE_S)
 
 
 @on_loop
-async def test_a_slow_reader_misses_the_oldest():
-    async with opened(slots=8, bounds=EngineBounds(unread_events=2)) as world:
-        events = world.engine.events()
-        first = asyncio.create_task(anext(events))
-        await turns()
+async def test_a_slow_reader_gets_the_contents_instead_of_what_it_missed():
+    async with opened(slots=2, bounds=EngineBounds(unread_events=2)) as world:
         await world.put("a")
-        assert key("a") in (await first).keys
-        for number, text in enumerate("bcde"):
+        events = world.engine.events()
+        event = await anext(events)
+        assert (event.restarts, list(event.keys)) == (True, [key("a")])
+        await world.put("bc")
+        event = await anext(events)
+        assert (event.restarts, event.removed, list(event.keys)) == (False, True, [key("a")])
+        assert world.engine.stats().missed_events == 0
+        for number, text in enumerate(["de", "fg"]):
             await world.put(text, f"put{number}")
-        assert world.engine.stats().missed_events == 2
-        assert [key(t) in (await anext(events)).keys for t in "de"] == [True, True]
-        assert world.engine.stats().missed_events == 2
+        assert world.engine.stats().missed_events == 3
+        event = await anext(events)
+        assert (event.restarts, set(event.keys)) == (True, {key("f"), key("fg")})
+        assert not event.removed
+        sequence = event.sequence
+        await world.put("h", "last")
+        event = await anext(events)
+        assert (event.removed, event.sequence) == (True, sequence + 1), "no gap"
+        assert world.engine.stats().missed_events == 3
         await events.aclose()
+
+
+@on_loop
+async def test_a_reader_that_begins_late_learns_what_another_knows():
+    tier = {**SCRIPTED, "enable_kv_events": True}
+    replays = [{}, {}]
+
+    async def replay(number):
+        async for event in world.engine.events():
+            location = (event.medium, event.ownership)
+            if event.restarts:
+                replays[number][location] = set()
+            present = replays[number][location]
+            if event.removed:
+                assert present.issuperset(event.keys)
+                present.difference_update(event.keys)
+            else:
+                assert present.isdisjoint(event.keys)
+                present.update(event.keys)
+
+    async with opened(slots=2, tiers=[tier]) as world:
+        first = asyncio.create_task(replay(0))
+        await world.put("ab")
+        await world.put("cd", "again")
+        second = asyncio.create_task(replay(1))
+        await turns()
+        await world.put("ef", "last")
+    for reader in (first, second):
+        await asyncio.wait_for(reader, DEADLINE_S)
+    assert replays[0] == replays[1]
+    assert all(replays[0].values())
 
 
 @on_loop

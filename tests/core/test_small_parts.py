@@ -2,9 +2,11 @@
 
 import pytest
 from core.terms import k, ks
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvoffload_async.core.admission import AdmissionFilter
-from kvoffload_async.core.eventlog import EventLog
+from kvoffload_async.core.eventlog import KEYS_PER_EVENT, Change, EventLog
 from kvoffload_async.core.primary import RecencyLog
 from kvoffload_async.core.requests import RequestState
 from kvoffload_async.errors import StateError
@@ -116,38 +118,38 @@ def taken(log, allocated=""):
 
 def test_events_come_out_once_and_oldest_first_44206():
     log = log_of()
-    log.add(ks("ab"), removed=False)
-    log.add([], removed=False)
-    log.add(ks("a"), removed=True)
+    log.add(ks("ab"), Change.STORED)
+    log.add([], Change.STORED)
+    log.add(ks("a"), Change.REMOVED)
     assert taken(log) == [(ks("ab"), False, False), (ks("a"), True, False)]
     assert taken(log) == []
 
 
 def test_an_iterator_consumed_in_part_cannot_replay():
     log = log_of()
-    log.add(ks("a"), removed=False)
-    log.add(ks("b"), removed=False)
+    log.add(ks("a"), Change.STORED)
+    log.add(ks("b"), Change.STORED)
     next(log.take(lambda _: False))
     assert taken(log) == []
 
 
 def test_events_say_where_they_come_from():
     log = log_of()
-    log.add(ks("a"), removed=False)
+    log.add(ks("a"), Change.STORED)
     (event,) = log.take(lambda _: False)
     assert (event.medium, event.locality) == (Medium.STORAGE, Locality.REMOTE)
 
 
 def test_a_metadata_only_removal_loses_the_keys_allocated_anew():
     log = log_of()
-    log.add(ks("ab"), removed=True, metadata_only=True)
-    log.add(ks("b"), removed=True, metadata_only=True)
+    log.add(ks("ab"), Change.RELEASED)
+    log.add(ks("b"), Change.RELEASED)
     assert taken(log, allocated="b") == [(ks("a"), True, True)]
 
 
 def test_events_have_the_ownership_of_the_time_when_they_are_taken():
     log = log_of(ownership="fs")
-    log.add(ks("a"), removed=False)
+    log.add(ks("a"), Change.STORED)
     log.ownership = "fs-2"
     (event,) = log.take(lambda _: False)
     assert event.ownership == "fs-2"
@@ -156,18 +158,18 @@ def test_events_have_the_ownership_of_the_time_when_they_are_taken():
 @pytest.mark.parametrize("announces", [False, True])
 def test_stored_events_alone_say_that_a_removal_will_follow(announces):
     log = log_of(announces_removals=announces)
-    log.add(ks("a"), removed=False)
-    log.add(ks("a"), removed=True)
+    log.add(ks("a"), Change.STORED)
+    log.add(ks("a"), Change.REMOVED)
     assert [e.removal_expected for e in log.take(lambda _: False)] == [announces, False]
 
 
 def test_a_log_that_remembers_announces_a_block_once_until_its_removal_and_that_once():
     log = log_of(remembers=True)
-    log.add(ks("ab"), removed=False)
-    log.add(ks("bc"), removed=False)
-    log.add(ks("ad"), removed=True)
-    log.add(ks("a"), removed=True)
-    log.add(ks("a"), removed=False)
+    log.add(ks("ab"), Change.STORED)
+    log.add(ks("bc"), Change.STORED)
+    log.add(ks("ad"), Change.REMOVED)
+    log.add(ks("a"), Change.REMOVED)
+    log.add(ks("a"), Change.STORED)
     assert taken(log) == [
         (ks("ab"), False, False),
         (ks("c"), False, False),
@@ -178,11 +180,11 @@ def test_a_log_that_remembers_announces_a_block_once_until_its_removal_and_that_
 
 def test_a_log_that_announces_anew_still_knows_what_can_be_removed():
     log = log_of(remembers=True)
-    log.add(ks("ab"), removed=False)
+    log.add(ks("ab"), Change.STORED)
     log.announce_anew()
-    log.add(ks("a"), removed=False)
-    log.add(ks("a"), removed=False)
-    log.add(ks("ab"), removed=True)
+    log.add(ks("a"), Change.STORED)
+    log.add(ks("a"), Change.STORED)
+    log.add(ks("ab"), Change.REMOVED)
     assert taken(log) == [
         (ks("ab"), False, False),
         (ks("a"), False, False),
@@ -194,17 +196,17 @@ def test_the_oldest_events_are_dropped_when_nobody_reads():
     """The bound counts keys: an event may have one or thousands."""
     log = log_of(bound=4)
     for names in "ab", "c", "de", "f":
-        log.add(ks(names), removed=False)
+        log.add(ks(names), Change.STORED)
     assert log.dropped == 1
     assert [keys for keys, _, _ in taken(log)] == [ks("c"), ks("de"), ks("f")]
-    log.add(ks("abcd"), removed=True)
+    log.add(ks("abcd"), Change.REMOVED)
     assert log.dropped == 1, "what was taken does not count any more"
 
 
 def test_the_latest_event_is_kept_however_large_it_is():
     log = log_of(bound=2)
-    log.add(ks("a"), removed=False)
-    log.add(ks("bcd"), removed=False)
+    log.add(ks("a"), Change.STORED)
+    log.add(ks("bcd"), Change.STORED)
     assert log.dropped == 1
     assert [keys for keys, _, _ in taken(log)] == [ks("bcd")]
 
@@ -213,26 +215,127 @@ def test_events_are_numbered_and_a_dropped_one_leaves_a_gap():
     log = log_of(bound=2)
     numbers = []
     for names in "a", "bcd", "ef", "g":
-        log.add(ks(names), removed=False)
+        log.add(ks(names), Change.STORED)
         if names != "bcd":
             numbers += [event.sequence for event in log.take(lambda _: False)]
     assert numbers == [1, 3, 4]
-    log.add(ks("a"), removed=True, metadata_only=True)
-    log.add(ks("b"), removed=True, metadata_only=True)
+    log.add(ks("a"), Change.RELEASED)
+    log.add(ks("b"), Change.RELEASED)
     (event,) = log.take(lambda key: key == k("a"))
     assert event.sequence == 5, "what is left out on purpose leaves no gap"
 
 
+@given(
+    data=st.data(),
+    bound=st.integers(1, 12),
+    remembers=st.booleans(),
+)
+def test_what_is_read_late_and_in_parts_from_a_log_of_every_block_is_the_contents(
+    data, bound, remembers
+):
+    log = log_of(bound=bound, remembers=remembers, announces_removals=True)
+    contents, read = set(), set()
+
+    def take(max_keys):
+        for event in log.take(contents.__contains__, max_keys):
+            keys = set(event.keys)
+            if event.metadata_only:
+                assert read.isdisjoint(keys)
+            elif event.removed:
+                assert read >= keys
+                read.difference_update(keys)
+            else:
+                assert read.isdisjoint(keys)
+                read.update(keys)
+
+    for keys in data.draw(st.lists(st.sets(st.sampled_from("abcdef"), min_size=1), max_size=30)):
+        removed = [key for key in ks(sorted(keys)) if key in contents]
+        stored = [key for key in ks(sorted(keys)) if key not in contents]
+        if data.draw(st.booleans(), "fails") and not remembers:
+            log.add(stored, Change.RELEASED)
+            stored = []
+        contents.difference_update(removed)
+        log.add(removed, Change.REMOVED)
+        contents.update(stored)
+        log.add(stored, Change.STORED)
+        assert sum(len(entry.keys) for entry in log.entries) <= max(bound, 4 * 6)
+        if data.draw(st.booleans(), "reads"):
+            take(data.draw(st.integers(1, 8), "max_keys"))
+    take(None)
+    assert read == contents
+    assert not log.is_behind
+    assert not log.dropped
+
+
+def test_events_have_a_limited_size_and_a_reader_may_take_a_part():
+    log = log_of(announces_removals=True)
+    keys = ks(range(2 * KEYS_PER_EVENT + 1))
+    log.add(keys, Change.STORED)
+    first = list(log.take(lambda _: False, KEYS_PER_EVENT + 1))
+    assert log.is_behind
+    rest = list(log.take(lambda _: False))
+    assert not log.is_behind
+    assert [len(event.keys) for event in (*first, *rest)] == [KEYS_PER_EVENT, KEYS_PER_EVENT, 1]
+    assert [key for event in (*first, *rest) for key in event.keys] == keys
+
+
+def test_more_blocks_than_the_bound_are_all_announced():
+    log = log_of(bound=2, announces_removals=True)
+    log.add(ks("abcde"), Change.STORED)
+    log.add(ks("f"), Change.STORED)
+    assert taken(log) == [(ks("abcde"), False, False), (ks("f"), False, False)]
+    assert not log.dropped
+
+
+def test_contents_begin_again_and_the_next_event_leaves_no_gap():
+    log = log_of()
+    log.add(ks("a"), Change.STORED)
+    list(log.take(lambda _: False))
+    (whole,) = log.contents(ks("ab"))
+    assert (list(whole.keys), whole.removed) == (ks("ab"), False)
+    assert (whole.restarts, whole.sequence) == (True, 1)
+    (empty,) = log.contents([])
+    assert (empty.keys, empty.restarts) == ((), True)
+    log.add(ks("b"), Change.REMOVED)
+    (event,) = log.take(lambda _: False)
+    assert (event.restarts, event.sequence) == (False, 2)
+    first, second = log.contents(ks(range(KEYS_PER_EVENT + 1)))
+    assert (first.restarts, second.restarts) == (True, False)
+
+
+def test_after_lost_state_a_load_confirms_only_blocks_that_are_still_announced():
+    log = log_of(remembers=True)
+    log.add(ks("ab"), Change.STORED)
+    log.confirm(ks("ab"))
+    log.announce_anew()
+    log.add(ks("b"), Change.REMOVED)
+    log.confirm(ks("abc"))
+    log.confirm(ks("a"))
+    assert taken(log) == [
+        (ks("ab"), False, False),
+        (ks("b"), True, False),
+        (ks("a"), False, False),
+    ]
+
+
+def test_a_store_that_engines_share_has_one_name_in_events():
+    log = log_of(ownership="fs-2")
+    log.shared_store = "fs@0123"
+    log.add(ks("a"), Change.STORED)
+    (event,) = log.take(lambda _: False)
+    assert event.ownership == "fs@0123"
+
+
 def test_a_log_that_remembers_leaves_repetitions_out():
     log = log_of(remembers=True)
-    log.add(ks("aba"), removed=False)
-    log.add(ks("aab"), removed=True)
+    log.add(ks("aba"), Change.STORED)
+    log.add(ks("aab"), Change.REMOVED)
     assert taken(log) == [(ks("ab"), False, False), (ks("ab"), True, False)]
 
 
 def test_a_disabled_log_collects_nothing():
     log = log_of(enabled=False)
-    log.add(ks("a"), removed=False)
+    log.add(ks("a"), Change.STORED)
     assert taken(log) == []
 
 

@@ -1,12 +1,16 @@
-"""The three shipped tiers below one manager, and a consumer that replays its events."""
+"""The three shipped tiers below one manager, and a consumer that replays its events.
+
+The directory of `fs` may be that of two hosts.
+"""
 
 import asyncio
 import shutil
 import tempfile
 from functools import partial
+from itertools import count
 from pathlib import Path
 
-from facade.worlds import HIT, SLOT_BYTES, DeviceCopy, PooledScriptedIo, World, ks
+from facade.worlds import HIT, MISS, SLOT_BYTES, DeviceCopy, PooledScriptedIo, World, ks
 
 from kvoffload_async.registry import create_policy
 from kvoffload_async.testing.harness import content_of
@@ -14,12 +18,13 @@ from kvoffload_async.tiers.example import ExampleTier
 from kvoffload_async.tiers.fs.settings import FsSettings
 from kvoffload_async.tiers.fs.tier import FsTier
 from kvoffload_async.tiers.slab.tier import SlabSettings, SlabTier
-from kvoffload_async.types import Medium
+from kvoffload_async.types import Locality, Medium
 
 KIB = 1024
 FIELDS = {"model_name": "m"}
-# 16 KiB for the namespace, 10 for growth; 4 a block, twice that for its folders.
-FS_BYTES = 26 * KIB + 4 * 12 * KIB
+# 16 KiB for the namespace, 10 for growth, 8 for another host.
+# 4 a block, twice that for its folders.
+FS_BYTES = 34 * KIB + 4 * 12 * KIB
 SLAB_BYTES = 81 * KIB + 8 * 4 * KIB
 """The manifest, the journal, and 8 blocks, if the journal takes no more than for one."""
 RESCAN_S = 600.0
@@ -35,13 +40,18 @@ class SwitchedIo(PooledScriptedIo):
 
 
 class Replay:
-    """A consumer: the blocks that are announced, by location. Nothing is announced twice."""
+    """A consumer of one host's events: the blocks that are announced, by location.
+
+    Nothing is announced twice, and what is far away is in a store with a name of its own.
+    """
 
     def __init__(self):
         self.present = {}
 
     def read(self, events):
         for event in events:
+            is_shared = event.locality is Locality.REMOTE
+            assert is_shared == ("@" in (event.ownership or ""))
             location = self.present.setdefault((event.medium, event.ownership), set())
             keys = set(event.keys)
             if event.metadata_only:
@@ -58,26 +68,31 @@ class Replay:
 
 
 class ReplayWorld(World):
-    """Every call of a tier's I/O is parked.
+    """A host. Every call of a tier's I/O is parked.
 
     Attributes:
         copies: Stores from the device that the scheduler waits for.
         replay: The consumer.
+        batch: Number of keys of each log that the consumer takes at once; None: all.
     """
 
-    def __init__(self):
-        self.folder = Path(tempfile.mkdtemp(prefix="kvoffload-replay-"))
+    batch = None
+
+    def __init__(self, folder=None, slab="slab"):
+        self.folder = folder or Path(tempfile.mkdtemp(prefix="kvoffload-replay-"))
+        self.owns_folder = folder is None
         self.fs = FsTier(
             FsSettings(
                 root_dir=str(self.folder / "fs"),
                 run_config=FIELDS,
                 capacity_bytes=FS_BYTES,
                 rescan_interval_s=RESCAN_S,
+                locality=Locality.REMOTE,
             )
         )
         self.slab = SlabTier(
             SlabSettings(
-                root_dir=str(self.folder / "slab"),
+                root_dir=str(self.folder / slab),
                 run_config=FIELDS,
                 capacity_bytes=SLAB_BYTES,
                 segment_bytes=4 * KIB,
@@ -126,9 +141,25 @@ class ReplayWorld(World):
 
     def take(self):
         """Replay what is told; of the primary, that is the whole truth at any time."""
-        self.replay.read(self.manager.take_events())
+        self.replay.read(self.manager.take_events(self.batch))
+        while any(log.is_behind for log in self.logs()):
+            assert self.manager.has_pending_work()
+            self.replay.read(self.manager.take_events(self.batch))
         readable = {key for key, _, refs in self.primary.core.resident() if refs >= 0}
         assert self.replay.at(Medium.CPU) == readable
+
+    def logs(self):
+        planner = self.manager.planner
+        return [planner.primary.event_log, *(tier.event_log for tier in planner.tiers)]
+
+    def on_disk(self):
+        """Return the blocks in the directory, whoever has written them."""
+        return {key for key in ks(*range(40)) if self.fs._files.present([key])}
+
+    @property
+    def in_fs(self):
+        """The blocks that the consumer believes in the directory."""
+        return self.replay.at(Medium.STORAGE, self.secondaries[0].ownership)
 
     def come_to_rest(self):
         """Let everything end that ends in no time."""
@@ -160,11 +191,8 @@ class ReplayWorld(World):
 
     def compare(self):
         self.take()
-        self.park(False)
-        everything = ks(*range(40))
-        on_disk = self.runner.run(self.fs.contains(everything), 1.0)
-        self.park(True)
-        assert self.replay.at(Medium.STORAGE, "tier0") == on_disk
+        if self.owns_folder:
+            assert self.in_fs == self.on_disk()
         assert self.replay.at(Medium.STORAGE, "tier1") == set(self.slab._store.catalog.keys())
         assert self.replay.at(Medium.CPU, "tier2") == set(self.example._blocks)
         self._check_index(1, set(self.slab._store.catalog.keys()))
@@ -174,6 +202,16 @@ class ReplayWorld(World):
         index = self.secondaries[tier].tier_state.index
         assert len(index) == len(contents)
         assert all(index.lookup(key, "") is HIT for key in contents)
+
+    def settled_lookup(self, number, req_id):
+        """Look a block up until every tier that is asked has answered."""
+        for _ in range(20):
+            answer = self.lookup(number, req_id)
+            if answer in (HIT, MISS):
+                break
+            self.manager.on_schedule_end()
+            self.finish_all()
+        return answer
 
     def remove_a_file(self):
         """Do what another process may do to a shared directory."""
@@ -196,4 +234,63 @@ class ReplayWorld(World):
         for copy in list(self.copies):
             self.end_copy(copy, success=False)
         super().end()
+        if self.owns_folder:
+            shutil.rmtree(self.folder)
+
+
+class Fleet:
+    """Two hosts with a directory of `fs` that they share, and a `slab` each.
+
+    Attributes:
+        hosts: The hosts.
+        has_crashed: Whether a host has crashed since the last walks over the directory.
+    """
+
+    def __init__(self):
+        self.folder = Path(tempfile.mkdtemp(prefix="kvoffload-fleet-"))
+        self._slabs = count()
+        self.hosts = [self._host(), self._host()]
+        self.has_crashed = False
+
+    def _host(self):
+        return ReplayWorld(self.folder, f"slab{next(self._slabs)}")
+
+    def crash(self, number):
+        """Replace a host by one that finds what the old one had on its disk in this moment."""
+        old, self.has_crashed = self.hosts[number], True
+        new = f"slab{next(self._slabs)}"
+        shutil.copytree(old.slab._settings.root_dir, self.folder / new)
+        for pool, call in old.calls():
+            pool.finish(call, OSError(5, "crashed"))
+        old.end()
+        self.hosts[number] = ReplayWorld(self.folder, new)
+
+    def check(self):
+        """Compare every consumer with its host, and both with the directory.
+
+        A host learns of what the other removes or stores by a look-up or a walk. But whoever
+        stored a block last has announced it, so all consumers together know all that is there.
+        """
+        for host in self.hosts:
+            host.check()
+        known = set().union(*(host.in_fs for host in self.hosts))
+        assert self.has_crashed or self.hosts[0].on_disk() <= known
+        assert len({host.secondaries[0].ownership for host in self.hosts}) == 1
+
+    def walk(self):
+        """Let every host see all that the other has done, and compare again."""
+        while True:
+            before = self.hosts[0].on_disk()
+            for host in self.hosts:
+                host.rescan()
+                host.check()
+            if self.hosts[0].on_disk() == before:
+                break
+        self.has_crashed = False
+        for host in self.hosts:
+            assert host.in_fs == self.hosts[0].on_disk()
+
+    def end(self):
+        for host in self.hosts:
+            host.end()
         shutil.rmtree(self.folder)

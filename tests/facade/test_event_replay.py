@@ -3,8 +3,8 @@
 import logging
 
 import pytest
-from facade.replay_world import ReplayWorld
-from facade.worlds import HIT, ks
+from facade.replay_world import Fleet, ReplayWorld
+from facade.worlds import HIT, MISS, k, ks
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
@@ -76,8 +76,9 @@ class Events(RuleBasedStateMachine):
         tasks = self.world.job_tasks()
         tasks[data.draw(st.sampled_from(sorted(tasks)), "task")].cancel()
 
-    @rule()
-    def take(self):
+    @rule(batch=st.sampled_from([None, 1, 3]))
+    def take(self, batch):
+        self.world.batch = batch
         self.world.take()
 
     @rule(sure=st.integers(0, 2))
@@ -103,6 +104,65 @@ class Events(RuleBasedStateMachine):
             self.world.end()
 
 
+class FleetEvents(Events):
+    """The same on two hosts that share the directory of `fs`; `other_host` changes the host."""
+
+    def __init__(self):
+        RuleBasedStateMachine.__init__(self)
+        self.fleet = Fleet()
+        for number in range(2):
+            self.turn_to(number)
+            self.begin()
+
+    def turn_to(self, number):
+        self.number = number
+        self.world = self.fleet.hosts[number]
+        self.manager = self.world.manager
+
+    def begin(self):
+        self.world.begin("a")
+        self.world.begin("b")
+
+    @rule()
+    def other_host(self):
+        self.turn_to(1 - self.number)
+
+    @rule(sure=st.integers(0, 5))
+    def crash(self, sure):
+        if sure == 0:
+            self.fleet.crash(self.number)
+            self.turn_to(self.number)
+            self.begin()
+
+    @rule(numbers=BATCHES)
+    def look_for(self, numbers):
+        """A look-up corrects what was believed: the tiers were asked, and none has the block."""
+        self.world.check()
+        self.world.begin("looking")
+        for number in numbers:
+            answer = self.world.settled_lookup(number, "looking")
+            self.world.take()
+            if answer is MISS and k(number) in self.world.in_fs:
+                assert k(number) in self.world.on_disk(), "there, but the primary has no room"
+        self.world.finish("looking")
+
+    @rule(sure=st.integers(0, 5))
+    def walk(self, sure):
+        if sure == 0:
+            self.fleet.walk()
+
+    def teardown(self):
+        try:
+            self.fleet.check()
+            self.fleet.walk()
+        finally:
+            self.fleet.end()
+
+
+TestFleetEvents = pytest.mark.stateful(FleetEvents.TestCase)
+TestFleetEvents.settings = settings(
+    derandomize=True, stateful_step_count=40, max_examples=settings().max_examples // 3
+)
 TestEvents = pytest.mark.stateful(Events.TestCase)
 TestEvents.settings = settings(  # with real files, a run costs a tenth of a second
     derandomize=True, stateful_step_count=40, max_examples=settings().max_examples // 3
@@ -115,7 +175,8 @@ def test_every_tier_of_this_world_stores_what_it_is_given():
         world.begin("a")
         world.begin_copy([1, 2], "a")
         world.check()
-        locations = (Medium.STORAGE, "tier0"), (Medium.STORAGE, "tier1"), (Medium.CPU, "tier2")
+        fs = world.secondaries[0].ownership
+        locations = (Medium.STORAGE, fs), (Medium.STORAGE, "tier1"), (Medium.CPU, "tier2")
         assert [world.replay.at(*location) for location in locations] == [set(ks(1, 2))] * 3
     finally:
         world.end()

@@ -2,19 +2,20 @@
 
 import asyncio
 import gc
+from dataclasses import replace
 from functools import partial
 
 import pytest
 from facade.bounded_tier import BoundedTier
 from facade.replay_world import ReplayWorld
-from facade.worlds import HIT, MISS, k, ks
+from facade.worlds import EXCLUSIVE, HIT, MISS, PROBED, k, ks
 
 from kvoffload_async.registry import create_policy
 from kvoffload_async.testing.harness import ManagerHarness, key_of
 from kvoffload_async.tiers.fs.settings import FsSettings
 from kvoffload_async.tiers.fs.tier import FsTier
 from kvoffload_async.tiers.slab.tier import SlabSettings, SlabTier
-from kvoffload_async.types import ReqContext
+from kvoffload_async.types import Locality, ReqContext
 
 KIB = 1024
 R = ReqContext("r")
@@ -83,6 +84,31 @@ def test_what_is_told_of_a_full_directory_is_what_is_in_it(tmp_path):
         held = harness.run(tier.contains([key_of(number) for number in range(801)]))
         assert held
         assert announced(harness) == held
+
+
+@pytest.mark.parametrize("locality", list(Locality))
+def test_a_store_that_engines_share_has_one_owner_in_the_events_of_all(locality, tmp_path):
+    def owner_of(tier, block_bytes=4 * KIB):
+        with ManagerHarness(tier, 4, block_bytes, enable_kv_events=True) as harness:
+            harness.submit_store([key_of(0)], [0])
+            harness.wait()
+            (event,) = harness.manager.take_events()
+            assert event.locality is locality
+            assert event.ownership == harness.manager.ownership
+            return event.ownership
+
+    def fs(name):
+        where = str(tmp_path / name)
+        return FsTier(FsSettings(root_dir=where, run_config=FIELDS, locality=locality))
+
+    owners = [owner_of(fs("a")), owner_of(fs("a")), owner_of(fs("b")), owner_of(fs("a"), 8 * KIB)]
+    settings = small_slab(tmp_path / "slab")._settings
+    private = owner_of(SlabTier(replace(settings, locality=locality), POLICY))
+    if locality is Locality.LOCAL:
+        assert {*owners, private} == {owners[0]}
+    else:
+        assert owners[0] == owners[1] != private
+        assert len({*owners, private}) == 4
 
 
 def cancel_store(world, tier):
@@ -189,16 +215,19 @@ def test_a_load_of_a_block_that_goes_meanwhile_leaves_it_unknown(alone):
     assert world.manager.lookup(k(1), R) is MISS
 
 
-def test_events_that_nobody_takes_are_dropped_and_counted_and_leave_a_gap(worlds):
-    world = worlds()
-    for log in (world.primary.core.event_log, world.secondaries[0].tier_state.event_log):
-        log._bound = 1
+def test_events_that_nobody_takes_are_dropped_only_where_not_every_block_is_followed(worlds):
+    world = worlds(EXCLUSIVE, PROBED)
+    for log in (world.primary.core.event_log, *(s.tier_state.event_log for s in world.secondaries)):
+        log._bound = log._limit = 1
     world.begin("r")
     for number in range(3):
         world.store(number)
         world.rest()
     stats = world.manager.stats()
-    assert stats.primary.events_dropped + sum(tier.events_dropped for tier in stats.tiers) == 4
-    events = list(world.manager.take_events())
-    assert [(event.ownership, event.sequence) for event in events] == [(None, 3), ("tier0", 3)]
+    assert [tier.events_dropped for tier in stats.tiers] == [0, 2]
+    *kept, last = world.manager.take_events()
+    assert (last.ownership, last.sequence, list(last.keys)) == ("tier1", 3, ks(2))
+    for owner in None, "tier0":
+        read = [key for event in kept if event.ownership == owner for key in event.keys]
+        assert read == ks(0, 1, 2)
     world.finish("r")

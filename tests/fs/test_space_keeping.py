@@ -46,6 +46,49 @@ def test_a_rescan_announces_what_others_have_removed(directory):
         assert evicted(harness) == set(K[:2])
 
 
+def test_a_look_up_announces_what_others_have_removed_and_learns_when_they_store_it_again(
+    directory,
+):
+    with directory.open(capacity_bytes=room_for(41)) as harness:
+        harness.store(K[:4])
+        for key in K[:2]:
+            directory.path(key).unlink()
+        assert harness.contains(K[:6]) == frozenset(K[2:4])
+        assert evicted(harness) == set(K[:2])
+        directory.put(K[0])
+        rescan(harness)
+        assert appeared(harness) == [K[0]]
+        check(directory, harness, room_for(41))
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE, None])
+def test_a_look_up_that_fails_proves_no_removal(directory, error):
+    ops = FaultyFileOps()
+    with directory.open(ops, capacity_bytes=room_for(41)) as harness:
+        harness.store(K[:4])
+        if error is None:  # the directory is gone, and with it the proof
+            for key in K[:4]:
+                directory.path(key).unlink()
+            directory.root.rename(directory.root.with_name("moved"))
+        else:
+            ops.fail(error, on="stat has_file")
+        assert harness.contains(K[:4]) == frozenset()
+        assert not evicted(harness)
+        if error is None:
+            directory.root.with_name("moved").rename(directory.root)
+
+
+def test_a_look_up_leaves_blocks_alone_that_a_job_uses(directory):
+    with directory.open(capacity_bytes=room_for(41)) as harness:
+        harness.store(K[:2])
+        harness.tier.pin(K[:1])
+        for key in K[:2]:
+            directory.path(key).unlink()
+        assert harness.contains(K[:2]) == frozenset()
+        assert evicted(harness) == set(K[1:2])
+        harness.tier.unpin(K[:1])
+
+
 def test_blocks_of_others_and_of_former_runs_are_announced_once_and_not_the_own_ones(directory):
     directory.put(K[0])
     with directory.open(capacity_bytes=room_for(41)) as harness:

@@ -160,7 +160,12 @@ class Tracked:
         return len(hits)
 
     def finish_jobs(self):
-        self._until(lambda: not self.manager.has_pending_work())
+        self._until(self._is_at_rest)
+
+    def _is_at_rest(self):
+        if self.manager.has_pending_work():
+            self.publish()  # as vLLM's scheduler does in each step
+        return not self.manager.has_pending_work()
 
     def publish(self):
         """End a step: what the manager tells goes through the tracker to the router."""

@@ -128,6 +128,21 @@ def test_replayed_events_are_the_contents_of_the_whole_engine(whole, tiers, bloc
     assert world.router.has_lost("STORAGE")
 
 
+@SEEDED
+@CHUNKED
+def test_events_published_in_small_batches_lead_to_the_contents(
+    whole, blocks_per_chunk, seed, monkeypatch
+):
+    monkeypatch.setattr("kvoffload_async.integrations.vllm.manager.KEYS_A_STEP", 1)
+    world = whole(SLAB, blocks_per_chunk=blocks_per_chunk)
+    wander(world, seed)
+    while world.manager.has_pending_work():
+        world.publish()
+    check(world, contents(world))
+    assert world.router.has_lost("CPU")
+    assert world.router.has_lost("STORAGE")
+
+
 def test_a_removal_names_every_hash_long_after_the_primary_let_the_chunk_go(whole):
     world = whole(SLAB)
     for number in range(PROMPTS):
@@ -190,6 +205,19 @@ def test_blocks_that_are_stored_again_after_a_reset_are_announced_again(whole):
     world.reset()
     list(world.manager.take_events())
     world.store(1)
+    world.finish_jobs()
+    world.publish()
+    check(world, contents(world))
+
+
+def test_blocks_that_are_loaded_from_a_tier_after_a_reset_are_announced_again(whole):
+    world = whole(SLAB)
+    world.store(1)
+    world.finish_jobs()
+    world.publish()
+    world.reset()
+    list(world.manager.take_events())
+    assert world.load(1)
     world.finish_jobs()
     world.publish()
     check(world, contents(world))

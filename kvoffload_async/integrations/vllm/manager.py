@@ -16,6 +16,7 @@ from kvoffload_async.integrations.vllm import convert
 from kvoffload_async.integrations.vllm.engine_metrics import EngineCounts
 from kvoffload_async.integrations.vllm.internals import take_positions
 from kvoffload_async.integrations.vllm.worker import FAILED
+from kvoffload_async.runtime.bridge import KEYS_A_STEP
 from kvoffload_async.types import (
     LookupResult,
     Medium,
@@ -28,34 +29,35 @@ from kvoffload_async.types import (
 
 
 def hold_removals(
-    events: Sequence[OffloadingEvent], is_rewritten: Callable[[OffloadKey], bool]
+    events: Sequence[OffloadingEvent], is_resident: Callable[[OffloadKey], bool]
 ) -> tuple[list[OffloadingEvent], list[OffloadingEvent]]:
-    """Separate the removals of blocks being rewritten, which are announced later, from `events`.
+    """Separate the removals of blocks that are resident again, to be announced with their stores.
 
     vLLM records a block's metadata when it schedules the block's write. If the removal of the
     block's previous copy is announced after that, vLLM's tracker drops the new metadata, and the
-    block would be announced without it. So the removal is announced at the end of the write.
+    block would be announced without it. So the removal waits for the event of the new copy.
 
     Args:
         events: Events of the primary and the tiers, oldest first, preceded by those held back.
-        is_rewritten: Returns whether the primary is currently writing a block.
+        is_resident: Returns whether a block is in the primary, or being written there.
 
     Returns:
         The events to announce now, and those to pass in again with the next events.
     """
     ready: list[OffloadingEvent] = []
-    held: dict[OffloadKey, None] = {}
+    held: list[OffloadingEvent] = []
+    stored: set[OffloadKey] = set()
     for event in reversed(events):
         keys = event.keys
-        if event.removed and event.ownership is None and not event.metadata_only:
-            waiting = {key for key in keys if is_rewritten(key) and key not in held}
-            keys = tuple(key for key in keys if key not in waiting) if waiting else keys
-            held.update(dict.fromkeys(waiting))
+        if event.ownership is None and not event.metadata_only:
+            if not event.removed:
+                stored.update(keys)
+            elif waiting := {key for key in keys if is_resident(key) and key not in stored}:
+                held.append(replace(event, keys=waiting))
+                keys = [key for key in keys if key not in waiting]
         if keys:
             ready.append(event if keys is event.keys else replace(event, keys=keys))
-    ready.reverse()
-    waiting_event = OffloadingEvent(tuple(held), Medium.CPU, removed=True)
-    return ready, [waiting_event] if held else []
+    return ready[::-1], held[::-1]
 
 
 logger = logging.getLogger(__name__)
@@ -277,9 +279,9 @@ class KVOffloadManager(base.OffloadingManager):
         return self.manager.has_pending_work()
 
     def take_events(self) -> Iterable[base.OffloadingEvent]:
-        """Remove and return the pending events of the primary and all tiers."""
-        events = [*self._retained_removals, *self.manager.take_events()]
-        ready, self._retained_removals = hold_removals(events, self._is_being_written)
+        """Remove and return pending events of the primary and all tiers, a batch of each."""
+        events = [*self._retained_removals, *self.manager.take_events(KEYS_A_STEP)]
+        ready, self._retained_removals = hold_removals(events, self._is_resident)
         return convert.events(ready)
 
     # -- blocking calls --------------------------------------------------------------------
@@ -346,6 +348,9 @@ class KVOffloadManager(base.OffloadingManager):
         written = filter(self._is_being_written, keys)
         flags = {key: self._slot_flags[primary.slot_of(key)] for key in written}
         return {key: flag for key, flag in flags.items() if flag}
+
+    def _is_resident(self, key: OffloadKey) -> bool:
+        return self.manager.planner.primary.lookup(key) is not LookupResult.MISS
 
     def _is_being_written(self, key: OffloadKey) -> bool:
         return self.manager.planner.primary.lookup(key) is LookupResult.HIT_PENDING

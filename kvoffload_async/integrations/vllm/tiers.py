@@ -49,7 +49,7 @@ from kvoffload_async.integrations.vllm.options import (
     take_identity_options,
 )
 from kvoffload_async.integrations.vllm.row_layout import announced_layout, layout_of_layers
-from kvoffload_async.runtime.bridge import Bridge
+from kvoffload_async.runtime.bridge import KEYS_A_STEP, Bridge
 from kvoffload_async.runtime.log_level import show_log
 from kvoffload_async.runtime.loop import LoopThread
 from kvoffload_async.tiers.fs.layout import Namespace
@@ -234,8 +234,9 @@ class VllmTier(tiering.SecondaryTierManager):
         return bool(self._overdue or self._finished) or self._tier.has_pending_work()
 
     def take_events(self) -> Iterable[base.OffloadingEvent]:
-        """Remove and return the events of blocks added to and removed from the tier."""
-        return [convert.event(event, self.locality) for event in self._tier.take_events()]
+        """Remove and return a batch of events of blocks added to and removed from the tier."""
+        events = self._tier.link.take_events(KEYS_A_STEP)
+        return [convert.event(event, self.locality) for event in events]
 
     # -- blocking calls --------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Container, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
@@ -146,6 +146,23 @@ class Space:
             self.forget(vanished)
             self._announce_gone(vanished)
         return more
+
+    def idle(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, int]:
+        """Return the known blocks among these keys that no job uses, each with its slot."""
+        found = zip(keys, self._policy.find(keys), strict=True)
+        return {key: slot for key, slot in found if slot is not None and key not in self._busy}
+
+    def drop_removed(
+        self, expected: Mapping[OffloadKey, int], removed: Sequence[OffloadKey]
+    ) -> None:
+        """Drop blocks that other processes removed: `removed` has those of `expected` by `idle`.
+
+        Blocks that a job has used meanwhile are skipped.
+        """
+        gone = [key for key, slot in self.idle(removed).items() if slot == expected[key]]
+        if gone:
+            self.forget(gone)
+            self._announce_gone(gone)
 
     def present(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
         """Return the keys whose blocks are known."""

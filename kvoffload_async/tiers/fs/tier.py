@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -143,10 +144,15 @@ class FsTier(AsyncTier):
         self._housekeeping.start()
 
     async def contains(self, keys: Sequence[OffloadKey]) -> frozenset[OffloadKey]:
-        """Return the keys that have a file."""
+        """Return the keys that have a file; known blocks without one are announced as evicted."""
         if self._native is not None:
-            return await self._native.present(keys)
-        return await self._opened().io.run(Direction.METADATA, partial(self._files.present, keys))
+            found = await self._native.present(keys)
+        else:
+            present = partial(self._files.present, keys)
+            found = await self._opened().io.run(Direction.METADATA, present)
+        if self._space is not None and len(found) < len(keys):
+            await self._drop_removed(self._space, [key for key in keys if key not in found])
+        return found
 
     async def store(self, job: JobMetadata) -> BlockFailures:
         """Write the blocks that have no file yet.
@@ -303,6 +309,19 @@ class FsTier(AsyncTier):
         if gone:
             changes = [(bucket_of(job.keys[f.index]), -(f.freed_bytes or 0)) for f in gone]
             await space.settle(operation, changes, self._run_store)
+
+    async def _drop_removed(self, space: Space, keys: Sequence[OffloadKey]) -> None:
+        """Drop known blocks whose files other processes have removed; errors prove nothing."""
+        if not (expected := space.idle(keys)):
+            return
+
+        def find() -> list[OffloadKey]:
+            self._root.check()
+            has_file, path_of = self._ops.has_file, self._files.namespace.get_file_name
+            return [key for key in expected if not has_file(path_of(key))]
+
+        with contextlib.suppress(OSError):
+            space.drop_removed(expected, await self._opened().io.run(Direction.METADATA, find))
 
     async def _run_store(self, call: Callable[[], T], /) -> T:
         """Run a store's call that does no payload I/O, batched with calls of other jobs."""
