@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from canonical_world import LATENT, CanonicalPair, Model
 from engine_world import failing
-from vllm_world import key_of, keys_of, make_config, own_id, shared_files
+from vllm_world import keys_of, make_config, own_id, shared_files
 
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.errors import ConfigError
@@ -110,7 +110,6 @@ def test_rows_of_another_order_are_not_served(pair, tmp_path):
     here.store(keys_of(0), [[5]])
     here.finish_jobs()
     assert pair(Model(order="HND"), 2, tmp_path).final(keys_of(0)) == ["MISS"]
-    assert pair(Model("split"), 2, tmp_path).final(keys_of(0)) == ["MISS"]
     assert pair(Model(order="NHD"), 4, tmp_path).final(keys_of(0)) == ["HIT"]
 
 
