@@ -141,7 +141,7 @@ class Copier:
         is_store = direction is Direction.STORE
         blocks, positions = part.blocks.astype(np.int64), part.positions.astype(np.int64)
         slots = part.slots.astype(np.int64) * self._slot_bytes
-        # A run has the page's numbers before the slot's; a copy has the target's before the source's.
+        # A run has the page's numbers first, and a copy those of the target.
         columns = [1, 0, 2, 3, 5, 4] if is_store else [0, 1, 2, 3, 4, 5]
         on_device, on_host = (1, 0) if is_store else (0, 1)
         for table in tables:

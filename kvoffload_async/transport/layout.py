@@ -179,8 +179,8 @@ class KVLayout:
     def resolve(self, copies: BlockCopies, num_slots: int) -> Sequence[GroupCopies]:
         """Return a transfer's copies by group, with all indices checked.
 
-        A store has only the pages that this worker writes. On a device, an out-of-range index would fail its kernel and all later ones; numpy accepts
-        negative indices as other blocks.
+        A store has only the pages that this worker writes. On a device, an out-of-range index would
+        fail its kernel and all later ones; numpy accepts negative indices as other blocks.
 
         Raises:
             TransportError: The transfer does not match this layout, or names blocks or slots that
@@ -198,8 +198,7 @@ class KVLayout:
         if copies.direction is Direction.LOAD:
             return parts
         return [
-            self._written(part, *writers)
-            for part, writers in zip(parts, self.writers, strict=True)
+            self._written(part, *writers) for part, writers in zip(parts, self.writers, strict=True)
         ]
 
     def num_bytes(self, parts: Sequence[GroupCopies]) -> int:

@@ -1,9 +1,10 @@
 """Throughput of pages that are scattered in their slots, over that of contiguous pages.
 
 A rank copies pages of 64 KiB to and from rows with the pages of eight ranks. Contiguous: each rank
-has a cell. Scattered: fragments of all ranks alternate, as in vLLM's canonical layout; 256 bytes are
-one head of a token at a tensor-parallel size of 8, with tokens before heads (NHD). Both sides
-alternate in one process, in an order that changes with every round. Nothing is asserted about time.
+has a cell. Scattered: fragments of all ranks alternate, as in vLLM's canonical layout; 256 bytes
+are one head of a token at a tensor-parallel size of 8, with tokens before heads (NHD). Both sides
+alternate in one process, in an order that changes with every round. Nothing is asserted about
+time.
 
     pytest tests/benchmarks/test_scattered_copies.py --benchmark-enable -s
 

@@ -87,8 +87,8 @@ IN_CUDA = [
     ),
     (
         "rows of pinned memory are read before they were filled",
-        "                self._perform(direction, to_rows, staged)\n                staged.stream.synchronize()\n",
-        "                self._perform(direction, to_rows, staged)\n",
+        "to_rows, staged)\n                staged.stream.synchronize()\n",
+        "to_rows, staged)\n",
     ),
     (
         "copies are launched on the default stream",

@@ -225,7 +225,10 @@ class Device:
                 slot = part.slots[position // g.blocks_per_chunk]
                 inner = position % g.blocks_per_chunk
                 num_writers, writer = g.writers
-                if direction is STORE and (slot * g.blocks_per_chunk + inner) % num_writers != writer:
+                if (
+                    direction is STORE
+                    and (slot * g.blocks_per_chunk + inner) % num_writers != writer
+                ):
                     continue
                 for table_at, table in enumerate(self.layout.groups[group_at]):
                     page = self.model_pages[group_at][table_at][block]

@@ -106,7 +106,9 @@ class CanonicalPair(Pair):
         row_bytes: Bytes of a row's canonical pages.
     """
 
-    def __init__(self, engine_id, model, ranks, tiers=(), *, blocks_per_chunk=1, slots=8, **changes):
+    def __init__(
+        self, engine_id, model, ranks, tiers=(), *, blocks_per_chunk=1, slots=8, **changes
+    ):
         self.model, self.ranks, self.blocks_per_chunk = model, ranks, blocks_per_chunk
         spec = model.cache_spec(ranks)
         config = make_config(list(tiers), engine_id, tp_size=ranks, world_size=ranks)
@@ -135,8 +137,7 @@ class CanonicalPair(Pair):
             kv_cache_tensors=[],
             kv_cache_groups=[KVCacheGroupSpec(list(model.names), spec)],
         )
-        self.tensors = [[] for _ in range(ranks)]
-        self.fill(0)
+        self.tensors = [self.parts_of(rank, model.contents(0)) for rank in range(ranks)]
         with ThreadPoolExecutor(ranks) as threads:  # the ranks wait for each other
             self.workers = list(threads.map(self.worker, range(ranks)))
         self.spec = KVOffloadSpec(self.config)
@@ -175,14 +176,14 @@ class CanonicalPair(Pair):
         """Give every rank its part of new contents; return the contents of each layer."""
         contents = self.model.contents(seed)
         for rank, tensors in enumerate(self.tensors):
-            heads = self.model.heads_of(rank, self.ranks)
-            parts = [self.model.tensor(content[:, :, :, heads]) for content in contents]
-            if tensors:
-                for tensor, part in zip(tensors, parts, strict=True):
-                    tensor.copy_(part)
-            else:
-                tensors += parts
+            for tensor, part in zip(tensors, self.parts_of(rank, contents), strict=True):
+                tensor.copy_(part)
         return contents
+
+    def parts_of(self, rank, contents):
+        """Return the tensors of a rank that has its part of contents."""
+        heads = self.model.heads_of(rank, self.ranks)
+        return [self.model.tensor(content[:, :, :, heads]) for content in contents]
 
     def rows(self):
         """Return the canonical pages of all slots, uint8 `[slots, row_bytes]`."""
@@ -197,12 +198,7 @@ class CanonicalPair(Pair):
         """Tell whether every rank has its part of contents in device blocks."""
         blocks = list(blocks)
         return all(
-            torch.equal(
-                tensor[blocks].view(torch.int16),
-                self.model.tensor(
-                    content[blocks][:, :, :, self.model.heads_of(rank, self.ranks)]
-                ).view(torch.int16),
-            )
+            torch.equal(tensor[blocks].view(torch.int16), part[blocks].view(torch.int16))
             for rank, tensors in enumerate(self.tensors)
-            for tensor, content in zip(tensors, contents, strict=True)
+            for tensor, part in zip(tensors, self.parts_of(rank, contents), strict=True)
         )

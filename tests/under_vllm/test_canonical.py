@@ -1,5 +1,7 @@
 """One layout for all tensor-parallel sizes: what some ranks stored, other numbers of ranks load."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from canonical_world import LATENT, CanonicalPair, Model
@@ -8,7 +10,6 @@ from vllm_world import keys_of, make_config, own_id, shared_files
 
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.errors import ConfigError
-from kvoffload_async.integrations.vllm.identity import canonical_format, identify
 from kvoffload_async.integrations.vllm.spec import KVOffloadSpec
 
 MODELS = {
@@ -122,15 +123,13 @@ def test_rows_of_another_order_are_not_served(pair, tmp_path):
 )
 def test_what_vllm_does_not_certify_is_refused_in_its_words_before_anything_starts(sizes):
     config = make_config([], own_id("kvoffload-uncertified"), **sizes)
-    with pytest.raises(ConfigError, match="canonical_layout: .* could not be certified"):
+    with pytest.raises(ConfigError, match=r"canonical_layout: .* could not be certified"):
         KVOffloadSpec(config_with_canonical_layout(config))
     assert shared_files() == []
 
 
 def config_with_canonical_layout(config):
-    config = type(config)(**{**vars(config), "canonical_layout": True, "kv_cache_layout": "LBNHC"})
-    config.extra_config["canonical_layout"] = True
-    return config
+    return replace(config, canonical_layout=True, kv_cache_layout="LBNHC")
 
 
 def test_tensors_that_vllm_does_not_certify_are_refused_in_its_words():

@@ -268,6 +268,15 @@ def kv_layout(
     return KVLayout(groups, blocks_per_chunk, chunk_bytes)
 
 
+def require_announced(layout: KVLayout, announced_bytes: int) -> None:
+    """Raise ConfigError if a chunk takes more bytes than vLLM's configuration says."""
+    if layout.chunk_bytes > announced_bytes:
+        raise ConfigError(
+            f"a chunk of the KV caches takes {layout.chunk_bytes} bytes, and vLLM announced "
+            f"{announced_bytes}: this model's caches are not supported"
+        )
+
+
 def canonical_page_bytes(kv_caches: base.CanonicalKVCaches) -> list[int]:
     """Return the bytes of a canonical page of each tensor, which layers of groups may share."""
     sizes = [0] * len(kv_caches.tensors)

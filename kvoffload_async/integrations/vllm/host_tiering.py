@@ -23,7 +23,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.abc.transport import BlockCopies
 from kvoffload_async.errors import ConfigError
-from kvoffload_async.integrations.vllm.convert import kv_layout, transfer
+from kvoffload_async.integrations.vllm.convert import kv_layout, require_announced, transfer
 from kvoffload_async.transport.host import Copier
 from kvoffload_async.transport.layout import KVLayout
 
@@ -65,7 +65,7 @@ class HostTieringOffloadingSpec(TieringOffloadingSpec):
                 )
             layout = kv_layout(kv_caches, self.blocks_per_chunk, is_canonical=is_canonical)
             cell_bytes = self.kv_bytes_per_chunk if is_canonical else self.cpu_page_size_per_worker
-            layout.require_room(cell_bytes, 0)
+            require_announced(layout, cell_bytes)
             rank = 0 if self.replicated_layout else self.config.parallel.rank
             region = SharedOffloadRegion(
                 engine_id=self._engine_id,

@@ -144,9 +144,7 @@ def _without_heads(spec: Any) -> Any:  # noqa: ANN401 - JSON
     """Return a folded KVCacheSpec without the heads of a rank, which follow from the model."""
     if not isinstance(spec, dict):
         return spec
-    return {
-        name: _without_heads(value) for name, value in spec.items() if name != "num_kv_heads"
-    }
+    return {name: _without_heads(value) for name, value in spec.items() if name != "num_kv_heads"}
 
 
 def _placed(tensor: Any) -> list[Any]:  # noqa: ANN401 - vLLM's KVCacheTensor

@@ -136,9 +136,7 @@ class KVOffloadSpec(base.OffloadingSpec):
             self._worker = self._create_worker(kv_caches)
         return self._worker
 
-    def map_primary(
-        self, participant: int, layout: str = "", cell_bytes: int = 0
-    ) -> SharedBuffer:
+    def map_primary(self, participant: int, layout: str = "", cell_bytes: int = 0) -> SharedBuffer:
         """Create or join the primary's shared mapping; see `SharedBuffer` for the errors.
 
         Args:
@@ -209,7 +207,7 @@ class KVOffloadSpec(base.OffloadingSpec):
     @property
     def _has_one_cell(self) -> bool:
         """Whether all ranks share the cell of a row."""
-        return self.replicated_layout or self.config.canonical_layout
+        return bool(self.replicated_layout or self.config.canonical_layout)
 
     def _is_offered_again(self) -> bool:
         """Return whether the connector offers blocks again that a store has left out."""
@@ -289,11 +287,7 @@ class KVOffloadSpec(base.OffloadingSpec):
         if is_canonical:
             _require_certified(self.config, kv_caches)
         layout = convert.kv_layout(kv_caches, self.blocks_per_chunk, is_canonical=is_canonical)
-        if layout.chunk_bytes > options.block_bytes:
-            raise ConfigError(
-                f"a chunk of the KV caches takes {layout.chunk_bytes} bytes, and vLLM announced "
-                f"{options.block_bytes}: this model's caches are not supported"
-            )
+        convert.require_announced(layout, options.block_bytes)
         rank = self.config.parallel.rank
         cell_bytes = layout.chunk_bytes if is_canonical else 0
         buffer = self.map_primary(1 + rank, self._digest_of(kv_caches), cell_bytes)
