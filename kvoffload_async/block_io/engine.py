@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
+import numpy as np
 import xxhash
 
 from kvoffload_async.block_io._native import Engine as _Threads
@@ -176,7 +177,7 @@ _MAX_INT: Final = 2**31 - 1
 _STORES_NOTHING: Final = (b"", b"", b"", "", 0, -1, False, False)
 _NO_MEMORY: Final = (None, 1, 1)
 _CHECK_MS: Final = 10_000
-_TRIPLE: Final = struct.Struct("3q")
+_COPY: Final = struct.Struct("6q")
 
 
 class Memory:
@@ -351,20 +352,26 @@ class Engine:
         return self._submit(_HAS_FILES, False, len(names), _NO_MEMORY, (), None, b"", (), files)
 
     def copies(self, target: Memory, source: Memory, parts: Buffer) -> int:
-        """Copy bytes between memories: int64 triples (target offset, source offset, bytes).
+        """Copy bytes between memories, in fragments at equal distances.
 
         Outcome: None, or ECANCELED if some were not begun.
+
+        Args:
+            target: Memory to write to.
+            source: Memory to read from.
+            parts: Six int64 each: offset in the target and in the source, bytes of a fragment,
+                number of fragments, their distance in the target and in the source.
         """
         packed = bytes(parts)
-        count, rest = divmod(len(packed), _TRIPLE.size)
+        count, rest = divmod(len(packed), _COPY.size)
         if rest:
-            raise ValueError(f"parts: {len(packed)} bytes are not triples of int64")
+            raise ValueError(f"parts: {len(packed)} bytes are not copies of {_COPY.size} bytes")
         to, begin = (memory.rows or _released() for memory in (target, source))
-        numbers = memoryview(packed).cast("q")
-        is_large = max(numbers[2::3], default=0) > self._part_bytes
-        if is_large and max(numbers) <= max(to[0].nbytes, begin[0].nbytes):  # else rejected
-            packed = _cut(packed, self._part_bytes)
-            count = len(packed) // _TRIPLE.size
+        numbers = np.frombuffer(packed, np.int64).reshape(-1, 6)
+        most = (numbers[:, 2] * numbers[:, 3]).max(initial=0)
+        if most > self._part_bytes and numbers.max() <= max(to[0].nbytes, begin[0].nbytes):
+            packed = _cut(packed, self._part_bytes)  # unless it is rejected
+            count = len(packed) // _COPY.size
         return self._submit(
             *(_COPIES, False, count, (to[0], 1, 1), (), None, b"", packed, begin[0]),
         )
@@ -425,8 +432,16 @@ def check_hashes(hashes: tuple[int, ...]) -> None:
 def _cut(copies: bytes, most: int) -> bytes:
     """Split copies into copies of at most `most` bytes, for several threads."""
     return b"".join(
-        _TRIPLE.pack(target + at, source + at, min(size - at, most))
-        for target, source, size in _TRIPLE.iter_unpack(copies)
+        _COPY.pack(
+            target + first * target_stride + at,
+            source + first * source_stride + at,
+            min(size - at, most),
+            min(count - first, most // size or 1),
+            target_stride,
+            source_stride,
+        )
+        for target, source, size, count, target_stride, source_stride in _COPY.iter_unpack(copies)
+        for first in range(0, count, most // (size or 1) or 1)
         for at in range(0, size, most)
     )
 

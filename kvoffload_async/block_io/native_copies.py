@@ -28,7 +28,7 @@ class Copies(NamedTuple):
     Attributes:
         target: Memory to write to.
         source: Memory to read from.
-        parts: Offset in the target, offset in the source, bytes: int64 `[n, 3]`.
+        parts: See `Engine.copies`; int64 `[n, 6]`.
     """
 
     target: Memory

@@ -174,14 +174,15 @@ class RowCopies:
         offsets = sizes.cumsum(axis=1) - sizes
         in_rows = rows.astype(np.int64)[:, None] * self._rows.row_bytes + offsets
         first, end = int(addresses.min()), int((addresses + sizes).max())
-        columns = [in_rows, addresses - first, sizes]
+        columns = [in_rows, addresses - first, sizes, np.ones_like(sizes)]
         pieces: memoryview = _view_at(first, end - first, _READ_WRITE)
         target, source = (self._flat, pieces) if is_gather else (pieces, self._flat)
         if not is_gather:
             columns[0], columns[1] = columns[1], columns[0]
-        parts = np.ascontiguousarray(np.stack([c.ravel() for c in columns], axis=1))
+        parts = np.zeros((sizes.size, 6), dtype=np.int64)
+        parts[:, : len(columns)] = np.stack([c.ravel() for c in columns], axis=1)
         if self._copies is None:
-            _copy_here(target, source, parts.tolist())
+            _copy_here(target, source, parts[:, :3].tolist())
             return
         from kvoffload_async.block_io.native_copies import Copies  # noqa: PLC0415 - may be missing
 

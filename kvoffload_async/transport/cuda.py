@@ -12,6 +12,10 @@ Copies go by way of staging memory, in few operations. A store gathers blocks in
 with the layout of the slots, one operation per page table, and copies each run of adjacent slots at
 once; loads use the reverse order.
 
+Where a page is scattered in its slot (`KVLayout.is_contiguous`), the slots of these copies are rows
+of pinned memory, one for each device block, and host threads copy between those and the primary's
+slots. The launching thread waits for its stream before they do.
+
 Device memory allocated here is allocated, used and freed on the stream that uses it; the page
 tables belong to the caller, and are referenced until the last copy has ended.
 
@@ -27,7 +31,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -52,6 +56,7 @@ from kvoffload_async.errors import (
     text_of,
 )
 from kvoffload_async.transport.completion import CompletableTransfer
+from kvoffload_async.transport.host import Copier
 from kvoffload_async.transport.layout import KVLayout, PageTable
 from kvoffload_async.transport.streams import DeviceRuntime, DeviceStream, StreamEvent
 from kvoffload_async.types import BlockIds
@@ -300,17 +305,66 @@ class CudaTransfer(CompletableTransfer):
             self.fail(self.failure)
 
 
+class _Scattering:
+    """Copies between rows of pinned memory, one for each device block, and slots.
+
+    Attributes:
+        rows: The pinned memory, uint8 `[num_rows, block_bytes]`.
+        copier: Copies between device blocks in these rows and the slots.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        packed: KVLayout,
+        rows: torch.Tensor,
+        slots: npt.NDArray[np.uint8],
+        cell_offset_bytes: int,
+    ) -> None:
+        self.rows = rows
+        groups = [
+            [
+                replace(table, pages=rows[:, place.offset_bytes :][:, : place.page_bytes])
+                for table, place in zip(*both, strict=True)
+            ]
+            for both in zip(layout.groups, packed.groups, strict=True)
+        ]
+        in_rows = KVLayout(groups, layout.blocks_per_chunk, layout.chunk_bytes)
+        self.copier = Copier(in_rows, slots, cell_offset_bytes)
+
+    def pieces(
+        self, parts: Sequence[GroupCopies]
+    ) -> Iterator[tuple[int, GroupCopies, Sequence[GroupCopies]]]:
+        """Divide a transfer into pieces that fit into the rows.
+
+        Yields:
+            (group, copies between rows and slots, copies of all groups between device and rows)
+        """
+        for group, part in enumerate(parts):
+            for first in range(0, len(part.blocks), len(self.rows)):
+                mine = slice(first, first + len(self.rows))
+                rows = np.arange(len(part.blocks[mine]), dtype=np.int32)
+                none = GroupCopies(rows[:0], rows[:0], rows[:0])
+                to_rows = [none] * len(parts)
+                to_rows[group] = GroupCopies(part.blocks[mine], rows, np.zeros_like(rows))
+                yield group, GroupCopies(rows, part.slots[mine], part.positions[mine]), to_rows
+
+
 @dataclass(slots=True)
 class _StagedStream:
     """One pooled stream and its staging memory.
 
     Attributes:
+        copies: Copies by way of the staging memory.
+        scattering: Its pinned memory; None if the copies are to the slots.
         launched: Transfers to wait for.
         room: Number of further transfers that may be launched.
     """
 
     stream: DeviceStream
     staging: torch.Tensor
+    copies: StagedCopies
+    scattering: _Scattering | None = None
     launched: queue.SimpleQueue[CudaTransfer | None] = field(default_factory=queue.SimpleQueue)
     room: threading.Semaphore = field(
         default_factory=lambda: threading.Semaphore(_TRANSFERS_PER_STREAM)
@@ -356,14 +410,19 @@ class CudaTransport(Transport):
         self._device = layout.device
         self._host = torch.from_numpy(rows)
         self._num_slots = rows.shape[0]
-        self._copies = StagedCopies(layout, self._host, cell_offset_bytes)
+        self._cell_offset_bytes = cell_offset_bytes
+        self._streams: dict[Direction, list[_StagedStream]] = {Direction.LOAD: []}
+        self._streams[Direction.STORE] = []
         try:
-            self._streams = {
-                direction: [self._create_stream(staging_bytes) for _ in range(num_streams)]
-                for direction in (Direction.LOAD, Direction.STORE)
-            }
+            for streams in self._streams.values():
+                for _ in range(num_streams if layout.is_contiguous else 1):
+                    streams.append(self._create_stream(staging_bytes))
             self._has_pinned = self._pin()
+        except ConfigError:
+            self._release_streams()
+            raise
         except RuntimeError as error:
+            self._release_streams()
             raise ConfigError(
                 f"device: cannot create streams with staging memory on {self._device}, or pin the "
                 f"slots: {error}"
@@ -427,8 +486,7 @@ class CudaTransport(Transport):
         if self._lost is not None or not self._unpin():
             return False
         self._host = torch.empty(0)
-        self._copies.release()
-        self._streams.clear()
+        self._release_streams()
         self._release_pages()
         return True
 
@@ -437,9 +495,27 @@ class CudaTransport(Transport):
     def _create_stream(self, staging_bytes: int) -> _StagedStream:
         stream = self._runtime.create_stream(self._device)
         # Allocate on this stream; otherwise earlier users of the memory might still be running.
+        layout, slots, offset = self._layout, self._host, self._cell_offset_bytes
+        scattering = None
+        if not layout.is_contiguous:
+            packed = layout.packed()
+            num_rows = max(1, staging_bytes // packed.chunk_bytes)
+            rows = torch.empty((num_rows, packed.chunk_bytes), dtype=torch.uint8)
+            slots = self._runtime.pin_memory(rows)
+            scattering = _Scattering(layout, packed, slots, self._host.numpy(), offset)
+            layout, offset = packed, 0
+        copies = StagedCopies(layout, slots, offset)
         with self._runtime.stream(stream):
-            shape = self._copies.staging_shape(staging_bytes)
-            return _StagedStream(stream, self._runtime.empty(shape, torch.uint8, self._device))
+            shape = copies.staging_shape(staging_bytes)
+            staging = self._runtime.empty(shape, torch.uint8, self._device)
+        return _StagedStream(stream, staging, copies, scattering)
+
+    def _release_streams(self) -> None:
+        for staged in itertools.chain(*self._streams.values()):
+            staged.copies.release()
+            if staged.scattering is not None:
+                staged.scattering.copier.close()
+        self._streams.clear()
 
     def _launch_all(self, direction: Direction) -> None:
         """Launch submitted transfers on the streams in turn. Thread: the direction's."""
@@ -461,20 +537,49 @@ class CudaTransport(Transport):
             staged.launched.put(None)
 
     def _launch(self, transfer: CudaTransfer, staged: _StagedStream) -> None:
-        plan = self._copies.plan(transfer.parts, staged.staging.shape[0])
         with self._runtime.stream(staged.stream):
             # The first record creates an event, which a device short of memory refuses: so before
             # the first copy.
             transfer.copied.record(staged.stream)
             staged.stream.wait_event(transfer.after)
             transfer.started.record(staged.stream)
-            if plan.extents:
-                # From pinned memory, so that the copy does not synchronize the stream.
-                pinned = self._runtime.pin_memory(torch.from_numpy(plan.index))
-                index = self._runtime.empty(pinned.shape, pinned.dtype, self._device)
-                index.copy_(pinned, non_blocking=True)
-                self._copies.perform(transfer.copies.direction, plan, index, staged.staging)
+            direction = transfer.copies.direction
+            if staged.scattering is None:
+                self._perform(direction, transfer.parts, staged)
+            else:
+                self._perform_scattered(direction, transfer.parts, staged, staged.scattering)
             transfer.copied.record(staged.stream)
+
+    def _perform(
+        self, direction: Direction, parts: Sequence[GroupCopies], staged: _StagedStream
+    ) -> None:
+        """Queue copies on the thread's current stream."""
+        plan = staged.copies.plan(parts, staged.staging.shape[0])
+        if plan.extents:
+            # From pinned memory, so that the copy does not synchronize the stream.
+            pinned = self._runtime.pin_memory(torch.from_numpy(plan.index))
+            index = self._runtime.empty(pinned.shape, pinned.dtype, self._device)
+            index.copy_(pinned, non_blocking=True)
+            staged.copies.perform(direction, plan, index, staged.staging)
+
+    def _perform_scattered(
+        self,
+        direction: Direction,
+        parts: Sequence[GroupCopies],
+        staged: _StagedStream,
+        scattering: _Scattering,
+    ) -> None:
+        """Copy piece by piece; the last piece of a load is only queued."""
+        for group, piece, to_rows in scattering.pieces(parts):
+            if direction is Direction.LOAD:
+                # The rows are free when the copies of the piece before have ended.
+                staged.stream.synchronize()
+                scattering.copier.copy(direction, group, piece)
+                self._perform(direction, to_rows, staged)
+            else:
+                self._perform(direction, to_rows, staged)
+                staged.stream.synchronize()
+                scattering.copier.copy(direction, group, piece)
 
     def _complete_all(self, staged: _StagedStream) -> None:
         """Publish the outcomes of a stream's transfers, in order. Thread: the stream's."""

@@ -27,7 +27,7 @@ from kvoffload_async.abc.transport import (
 from kvoffload_async.block_io.choice import create_copies
 from kvoffload_async.errors import StateError, TransportError
 from kvoffload_async.transport.completion import CompletableTransfer
-from kvoffload_async.transport.layout import KVLayout, PageTable
+from kvoffload_async.transport.layout import CopyRun, KVLayout, PageTable
 
 if TYPE_CHECKING:
     import torch
@@ -49,14 +49,16 @@ class _Table(NamedTuple):
     Attributes:
         device: Its bytes, including gaps between pages.
         stride_bytes: Distance between pages.
-        page_bytes: Bytes of a page.
+        slot_page_bytes: Distance between pages in a slot.
         cell_bytes: Offset of its first page in a slot.
+        runs: Its `CopyRun`s, int64 `[num_runs, 6]`.
     """
 
     device: Memory
     stride_bytes: int
-    page_bytes: int
+    slot_page_bytes: int
     cell_bytes: int
+    runs: npt.NDArray[np.int64]
 
 
 class Copier:
@@ -83,8 +85,12 @@ class Copier:
         per_chunk = layout.blocks_per_chunk
         self._groups = [
             [
-                (table.pages.numpy(), _cells(rows, cell_offset_bytes, table, per_chunk))
+                (
+                    _fragments(table.pages.numpy(), run),
+                    _cells(rows, cell_offset_bytes, table, run, per_chunk),
+                )
                 for table in group
+                for run in table.runs
             ]
             for group in layout.groups
         ]
@@ -97,8 +103,9 @@ class Copier:
                 _Table(
                     copies.map(_flat(table.pages)),
                     table.pages.stride(0),
-                    table.page_bytes,
+                    table.slot_page_bytes,
                     cell_offset_bytes + table.offset_bytes,
+                    np.array(table.runs, dtype=np.int64),
                 )
                 for table in group
             ]
@@ -134,14 +141,17 @@ class Copier:
         is_store = direction is Direction.STORE
         blocks, positions = part.blocks.astype(np.int64), part.positions.astype(np.int64)
         slots = part.slots.astype(np.int64) * self._slot_bytes
+        # A run has the page's numbers first, and a copy those of the target.
+        columns = [1, 0, 2, 3, 5, 4] if is_store else [0, 1, 2, 3, 4, 5]
+        on_device, on_host = (1, 0) if is_store else (0, 1)
         for table in tables:
-            parts = np.empty((len(blocks), 3), dtype=np.int64)
-            on_device, on_host = (1, 0) if is_store else (0, 1)
-            parts[:, on_device] = blocks * table.stride_bytes
-            parts[:, on_host] = slots + positions * table.page_bytes + table.cell_bytes
-            parts[:, 2] = table.page_bytes
+            parts = np.empty((len(blocks), len(table.runs), 6), dtype=np.int64)
+            parts[:] = table.runs[:, columns]
+            parts[..., on_device] += (blocks * table.stride_bytes)[:, None]
+            cells = slots + positions * table.slot_page_bytes + table.cell_bytes
+            parts[..., on_host] += cells[:, None]
             memories = (self._host, table.device) if is_store else (table.device, self._host)
-            yield Copies(*memories, parts)
+            yield Copies(*memories, parts.reshape(-1, 6))
 
 
 def _flat(pages: torch.Tensor) -> Bytes:
@@ -151,14 +161,26 @@ def _flat(pages: torch.Tensor) -> Bytes:
     return flat
 
 
-def _cells(rows: Bytes, offset_bytes: int, table: PageTable, blocks_per_chunk: int) -> Bytes:
-    """Return a tensor's part of every slot: `[num_slots, blocks_per_chunk, page_bytes]`, a view."""
-    begin = offset_bytes + table.offset_bytes
-    part = rows[:, begin : begin + blocks_per_chunk * table.page_bytes]
+def _fragments(pages: Bytes, run: CopyRun) -> Bytes:
+    """Return a run's part of every page: `[num_blocks, num_fragments, fragment_bytes]`, a view."""
     return np.lib.stride_tricks.as_strided(
-        part,
-        (rows.shape[0], blocks_per_chunk, table.page_bytes),
-        (rows.strides[0], table.page_bytes, 1),
+        pages[:, run.page_offset :],
+        (len(pages), run.num_fragments, run.fragment_bytes),
+        (pages.strides[0], run.page_stride, 1),
+    )
+
+
+def _cells(
+    rows: Bytes, offset_bytes: int, table: PageTable, run: CopyRun, blocks_per_chunk: int
+) -> Bytes:
+    """Return a run's part of every slot, a view.
+
+    Shape: `[num_slots, blocks_per_chunk, num_fragments, fragment_bytes]`.
+    """
+    return np.lib.stride_tricks.as_strided(
+        rows[:, offset_bytes + table.offset_bytes + run.slot_offset :],
+        (len(rows), blocks_per_chunk, run.num_fragments, run.fragment_bytes),
+        (rows.strides[0], table.slot_page_bytes, run.slot_stride, 1),
     )
 
 

@@ -3,17 +3,23 @@
 A KV-cache group has tensors; each is a set of pages, one per device block. A slot holds the pages
 of one chunk in all tensors of its group: tensor after tensor, and within a tensor the chunk's
 device blocks in order.
+
+A page usually lies in a slot as it does on the device. It may also be scattered there, in runs of
+fragments between those of other workers, so that the contents of a slot do not depend on the number
+of workers. Workers with equal pages take turns in writing them.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from kvoffload_async.abc.tier import Direction
 from kvoffload_async.abc.transport import BlockCopies, GroupCopies, group_copies
 from kvoffload_async.errors import ConfigError, TransportError
 from kvoffload_async.types import BlockIds
@@ -21,6 +27,36 @@ from kvoffload_async.types import BlockIds
 _KEY_AND_VALUE = 2
 _KEY_AND_VALUE_DIMS = 4
 """Minimum rank of a key-and-value tensor: key or value, block, token, data of a token."""
+
+
+class CopyRun(NamedTuple):
+    """Fragments of a page at equal distances, on the device and in a slot; all in bytes.
+
+    Attributes:
+        page_offset: Offset of the first fragment in the page.
+        slot_offset: Its offset in the page's part of a slot.
+        fragment_bytes: Bytes of a fragment.
+        num_fragments: Number of fragments.
+        page_stride: Distance of fragments in the page.
+        slot_stride: Their distance in a slot.
+    """
+
+    page_offset: int
+    slot_offset: int
+    fragment_bytes: int
+    num_fragments: int = 1
+    page_stride: int = 0
+    slot_stride: int = 0
+
+    @property
+    def page_end(self) -> int:
+        """End of the last fragment in the page."""
+        return self.page_offset + (self.num_fragments - 1) * self.page_stride + self.fragment_bytes
+
+    @property
+    def slot_end(self) -> int:
+        """End of the last fragment in the page's part of a slot."""
+        return self.slot_offset + (self.num_fragments - 1) * self.slot_stride + self.fragment_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,15 +67,44 @@ class PageTable:
         pages: uint8 `[num_blocks, page_bytes]`, a view of the caller's memory; rows may be strided,
             the bytes of a row are contiguous.
         offset_bytes: Offset of the tensor's pages in a slot.
+        slot_page_bytes: Bytes of a page's part of a slot; by default those of the page.
+        runs: Which bytes are copied, and where they are; by default the whole page in one. Only
+            bytes at the end of a page are in none.
+        num_writers: Number of workers with equal pages.
+        writer: This worker's number among them; it stores each `num_writers`-th page.
     """
 
     pages: torch.Tensor
     offset_bytes: int
+    slot_page_bytes: int = 0
+    runs: Sequence[CopyRun] = ()
+    num_writers: int = 1
+    writer: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.runs:
+            object.__setattr__(self, "runs", (CopyRun(0, 0, self.page_bytes),))
+            object.__setattr__(self, "slot_page_bytes", self.page_bytes)
+        for run in self.runs:
+            if (
+                min(run) < 0
+                or run.page_end > self.page_bytes
+                or run.slot_end > self.slot_page_bytes
+            ):
+                raise ConfigError(
+                    f"kv_caches: {run} is not within a page of {self.page_bytes} bytes and its "
+                    f"{self.slot_page_bytes} bytes of a slot"
+                )
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page."""
         return self.pages.shape[1]
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of a page that are copied."""
+        return sum(run.fragment_bytes * run.num_fragments for run in self.runs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +115,12 @@ class KVLayout:
         groups: The page tables of each KV-cache group.
         blocks_per_chunk: Device blocks per chunk.
         chunk_bytes: Bytes of a chunk of the largest group; the minimum size of a slot.
-        block_bytes: Bytes of a device block in all tensors of each group.
+        block_bytes: Bytes that are copied of a device block in all tensors of each group.
         num_blocks: Device blocks of each group.
+        writers: (number of workers with equal pages, this worker's number) of each group.
+
+    Raises:
+        ConfigError: The tensors of a group have different writers.
     """
 
     groups: Sequence[Sequence[PageTable]]
@@ -59,17 +128,45 @@ class KVLayout:
     chunk_bytes: int
     block_bytes: Sequence[int] = field(init=False)
     num_blocks: Sequence[int] = field(init=False)
+    writers: Sequence[tuple[int, int]] = field(init=False)
 
     def __post_init__(self) -> None:
-        sizes = [sum(table.page_bytes for table in group) for group in self.groups]
+        sizes = [sum(table.copied_bytes for table in group) for group in self.groups]
         counts = [min((len(table.pages) for table in group), default=0) for group in self.groups]
+        writers = [{(table.num_writers, table.writer) for table in group} for group in self.groups]
+        if any(len(found) > 1 for found in writers):
+            raise ConfigError("kv_caches: the layers of a group must be on the same workers")
         object.__setattr__(self, "block_bytes", sizes)
         object.__setattr__(self, "num_blocks", counts)
+        object.__setattr__(self, "writers", [next(iter(found), (1, 0)) for found in writers])
 
     @property
     def device(self) -> torch.device:
         """The device of all tensors."""
         return next(table.pages.device for group in self.groups for table in group)
+
+    def packed(self) -> KVLayout:
+        """Return a layout in which a slot holds one device block, its pages as on the device.
+
+        A page ends with the last byte that is copied; before, all bytes must be.
+        """
+        groups = []
+        for group in self.groups:
+            used = [table.pages[:, : max(run.page_end for run in table.runs)] for table in group]
+            offsets = itertools.accumulate((pages.shape[1] for pages in used), initial=0)
+            groups.append([PageTable(*each) for each in zip(used, offsets, strict=False)])
+        return KVLayout(groups, 1, max(sum(one.page_bytes for one in group) for group in groups))
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether this worker alone writes the whole of each chunk, page after page."""
+        return all(
+            table.slot_page_bytes == table.page_bytes == table.copied_bytes
+            and len(table.runs) == 1 == table.runs[0].num_fragments
+            and 1 in {table.num_writers, self.blocks_per_chunk}
+            for group in self.groups
+            for table in group
+        )
 
     def require_room(self, slot_bytes: int, cell_offset_bytes: int) -> None:
         """Raise ConfigError unless a slot has room for a chunk at `cell_offset_bytes`."""
@@ -82,8 +179,8 @@ class KVLayout:
     def resolve(self, copies: BlockCopies, num_slots: int) -> Sequence[GroupCopies]:
         """Return a transfer's copies by group, with all indices checked.
 
-        On a device, an out-of-range index would fail its kernel and all later ones; numpy accepts
-        negative indices as other blocks.
+        A store has only the pages that this worker writes. On a device, an out-of-range index would
+        fail its kernel and all later ones; numpy accepts negative indices as other blocks.
 
         Raises:
             TransportError: The transfer does not match this layout, or names blocks or slots that
@@ -98,7 +195,11 @@ class KVLayout:
         for num_blocks, part in zip(self.num_blocks, parts, strict=True):
             _require_range("device block", part.blocks, num_blocks)
             _require_range("slot", part.slots, num_slots)
-        return parts
+        if copies.direction is Direction.LOAD:
+            return parts
+        return [
+            self._written(part, *writers) for part, writers in zip(parts, self.writers, strict=True)
+        ]
 
     def num_bytes(self, parts: Sequence[GroupCopies]) -> int:
         """Return the number of bytes that a transfer copies."""
@@ -106,6 +207,14 @@ class KVLayout:
         for part, block_bytes in zip(parts, self.block_bytes, strict=True):
             num_bytes += len(part.blocks) * block_bytes
         return num_bytes
+
+    def _written(self, part: GroupCopies, num_writers: int, writer: int) -> GroupCopies:
+        """Return the pages that this worker stores: workers take turns, by the place in slots."""
+        if num_writers == 1:
+            return part
+        places = part.slots.astype(np.int64) * self.blocks_per_chunk + part.positions
+        is_mine = places % num_writers == writer
+        return GroupCopies(part.blocks[is_mine], part.slots[is_mine], part.positions[is_mine])
 
 
 def register_kv_caches(

@@ -13,7 +13,7 @@ KINDS = {
     "load_files": lambda block: block.load_files(),
     "store_files": lambda block: block.store_files(),
     "has_files": lambda block: block.engine.has_files(block.root, block.names),
-    "copies": lambda block: block.engine.copies(block.target, block.source, bytes(24)),
+    "copies": lambda block: block.engine.copies(block.target, block.source, bytes(48)),
 }
 
 

@@ -21,8 +21,10 @@ def memories(copies):
 
 
 def batch(memories, *parts):
+    """Parts are (target, source, bytes), and for several fragments (count, their distances)."""
     _, target, source = memories
-    return native_copies.Copies(target, source, np.array(parts, dtype=np.int64).reshape(-1, 3))
+    whole = [part + (1, 0, 0)[len(part) - 3 :] for part in parts]
+    return native_copies.Copies(target, source, np.array(whole, dtype=np.int64).reshape(-1, 6))
 
 
 def test_every_part_of_every_batch_is_copied_and_nothing_else(copies, memories):

@@ -193,7 +193,7 @@ def test_permissions(block, folder_mode, file_mode, expected):
 
 
 def test_copies(engine, block):
-    parts = struct.pack("6q", 10, 500, 300, 5000, 0, 1)
+    parts = struct.pack("12q", 10, 500, 300, 1, 0, 0, 5000, 0, 1, 1, 0, 0)
     assert outcomes(engine, engine.copies(block.target, block.source, parts)) is None
     assert block.loaded[10:310] == block.data[500:800]
     assert block.loaded[5000] == block.data[0]
@@ -201,10 +201,29 @@ def test_copies(engine, block):
     assert not any(block.loaded[310:5000])
 
 
+@pytest.mark.parametrize(
+    ("size", "count", "parts"),
+    [(1, 30, 1), (300, 10, 4), (1000, 4, 4), (1500, 2, 4)],  # of at most 1000 bytes
+)
+def test_fragments_are_copied_and_nothing_between_them(tmp_path, size, count, parts):
+    with opened_engine(part_bytes=1000) as engine:
+        block = Block(engine, tmp_path, BLOCKS, ROW_BYTES)
+        packed = struct.pack("6q", 10, 5, size, count, size + 7, size + 1)
+        outcomes(engine, engine.copies(block.target, block.source, packed))
+        expected = bytearray(len(block.loaded))
+        for at in range(count):
+            begin = 5 + at * (size + 1)
+            end = 10 + at * (size + 7)
+            expected[end : end + size] = block.data[begin : begin + size]
+        assert bytes(block.loaded) == bytes(expected)
+        assert engine.counters()["parts"] == parts
+        block.close()
+
+
 def test_a_large_copy_is_cut_into_parts(tmp_path):
     with opened_engine(part_bytes=1000) as engine:
         block = Block(engine, tmp_path, BLOCKS, ROW_BYTES)
-        parts = struct.pack("3q", 1, 0, BLOCKS * ROW_BYTES - 1)
+        parts = struct.pack("6q", 1, 0, BLOCKS * ROW_BYTES - 1, 1, 0, 0)
         outcomes(engine, engine.copies(block.target, block.source, parts))
         assert block.loaded[1:] == block.data[:-1]
         assert engine.counters()["parts"] == BLOCKS

@@ -205,7 +205,7 @@ def test_close_cancels_what_waits_and_tells_what_it_leaves_behind(tmp_path):
     while ops.counts()["stat"] < 3:
         assert hang.entered.wait(60)
     waiting = [block.load_files(), block.store_files(), block.extents(is_store=False)]
-    waiting.append(engine.copies(block.target, block.source, struct.pack("3q", 0, 0, 1)))
+    waiting.append(engine.copies(block.target, block.source, struct.pack("6q", 0, 0, 1, 1, 0, 0)))
     waiting.append(engine.has_files(block.root, ["leaf"]))
     assert engine.close(0.01) == 3
     loaded, stored, read, copied, found = outcomes(engine, *waiting)

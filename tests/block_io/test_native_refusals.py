@@ -107,16 +107,19 @@ SIZE = BLOCKS * ROW_BYTES
     [
         *((-1, 0, 1), (0, -1, 1), (0, 0, -1), (SIZE, 0, 1), (0, SIZE, 1), (0, 0, SIZE + 1)),
         *((2**63 - 1, 0, 1), (0, 2**63 - 1, 2**63 - 1), (1, 0, SIZE)),
+        *((0, 0, 1, -1, 1, 1), (0, 0, 2, 2, 1, 2), (0, 0, 2, 2, 2, 1)),
+        *((1, 0, 1, SIZE, 1, 1), (0, 1, 1, SIZE, 1, 1), (0, 0, 1, 2, SIZE, 1)),
+        *((0, 0, 0, 2**62, 0, 0), (0, 0, 1, 2**63 - 1, 2**62, 1), (0, 0, 1, 2, 1, 2**63 - 1)),
     ],
 )
 def test_copies_out_of_memory_are_refused(engine, block, part):
-    packed = struct.pack("3q", *part)
+    packed = struct.pack("6q", *part, *(1, 0, 0)[len(part) - 3 :])
     with pytest.raises(ValueError, match=r"parts: .* is not within the memories"):
         engine.copies(block.target, block.source, packed)
 
 
-def test_copies_that_are_no_triples_are_refused(engine, block):
-    with pytest.raises(ValueError, match="parts: 8 bytes are not triples"):
+def test_copies_of_another_size_are_refused(engine, block):
+    with pytest.raises(ValueError, match="parts: 8 bytes are not copies of 48 bytes"):
         engine.copies(block.target, block.source, bytes(8))
 
 

@@ -188,20 +188,23 @@ def test_a_failure_in_mid_launch_is_reported_only_when_nothing_moves_any_more():
     cache = torch.zeros(BLOCKS, 4096, dtype=torch.uint8, device="cuda")
     randomise(cache)
     with opened(register_kv_caches({"l": cache})) as (transport, buffer):
-        perform = transport._copies.perform
+        copies = [staged.copies for staged in transport._streams[STORE]]
+        perform = copies[0].perform
 
         def failing(*args):
             torch.cuda._sleep(SLEEP_CYCLES)
             perform(*args)
             raise RuntimeError("injected")
 
-        transport._copies.perform = failing
+        for each in copies:
+            each.perform = failing
         outcome = outcome_of(
             transport.submit(simple(STORE, (1,), (1,)), transport.record_compute())
         )
         assert "injected" in str(outcome.error)
         assert np.array_equal(rows_of(buffer)[1], cache[1].cpu().numpy()), "it had been launched"
-        transport._copies.perform = perform
+        for each in copies:
+            del each.perform
         run(transport, simple(STORE, (2,), (2,)))
 
 

@@ -293,7 +293,7 @@ static void test_copies(void)
 {
     unsigned char target[100] = {0}, source[100], statuses[3] = {0};
     struct part parts[4];
-    struct copy copies[] = {{0, 50, 30}, {30, 0, 20}, {60, 99, 1}};
+    struct copy copies[] = {{0, 50, 30, 1, 0, 0}, {30, 0, 20, 1, 0, 0}, {60, 49, 1, 2, 3, 50}};
     memset(source, 7, 50);
     memset(source + 50, 9, 50);
     struct engine *engine = open_engine(10, 0, 8);
@@ -306,7 +306,8 @@ static void test_copies(void)
                           .statuses = statuses};
     run(engine, &batch);
     CHECK(target[0] == 9 && target[29] == 9 && target[30] == 7 && target[49] == 7);
-    CHECK(target[50] == 0 && target[60] == 9 && statuses[0] == 0);
+    CHECK(target[50] == 0 && target[60] == 7 && target[61] == 0 && target[63] == 9);
+    CHECK(statuses[0] == 0);
     close_engine(engine);
 }
 

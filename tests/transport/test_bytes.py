@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("moves")
 
 @st.composite
 def journeys(draw):
-    geometry = draw(geometries())
+    geometry = draw(geometries(may_scatter=True))
     steps = st.tuples(st.sampled_from([STORE, LOAD]), wants(geometry))
     return geometry, draw(st.lists(steps, min_size=1, max_size=4))
 

@@ -72,13 +72,23 @@ IN_CUDA = [
     ("the waiting thread spins", "timed=True, blocking=True", "timed=True"),
     (
         "the streams of a direction share staging memory",
-        "return _StagedStream(stream, self._runtime.empty(shape, torch.uint8, self._device))",
+        "staging = self._runtime.empty(shape, torch.uint8, self._device)",
         (
             "self.shared = getattr(self, 'shared', None)\n"
             "            if self.shared is None:\n"
             "                self.shared = self._runtime.empty(shape, torch.uint8, self._device)\n"
-            "            return _StagedStream(stream, self.shared)"
+            "            staging = self.shared"
         ),
+    ),
+    (
+        "rows of pinned memory are filled again before they were copied",
+        "have ended.\n                staged.stream.synchronize()\n",
+        "have ended.\n",
+    ),
+    (
+        "rows of pinned memory are read before they were filled",
+        "to_rows, staged)\n                staged.stream.synchronize()\n",
+        "to_rows, staged)\n",
     ),
     (
         "copies are launched on the default stream",

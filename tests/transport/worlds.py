@@ -7,6 +7,7 @@ runtime with streams.
 import asyncio
 import contextlib
 import os
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -23,7 +24,12 @@ from kvoffload_async.abc.tier import Direction
 from kvoffload_async.abc.transport import BlockCopies
 from kvoffload_async.transport.cuda import CudaTransport
 from kvoffload_async.transport.host import HostEvent, HostTransport
-from kvoffload_async.transport.layout import register_kv_caches
+from kvoffload_async.transport.layout import (
+    CopyRun,
+    KVLayout,
+    PageTable,
+    register_kv_caches,
+)
 from kvoffload_async.types import CPULoadStoreSpec, GPULoadStoreSpec, as_block_ids
 
 _SCHEDULES = {"dev": 30, "ci": 300, "nightly": 10_000, "mutation": 100}
@@ -75,6 +81,43 @@ class Geometry:
     slots: int = 24
     cell_offset: int = 0
     padding: int = 5
+    scatter: int | None = None
+    """Seed of runs in which pages are scattered in their slots; None: they are contiguous."""
+    writers: tuple[int, int] = (1, 0)
+    """Number of workers with equal pages, and the number of this one."""
+
+
+def scattered_table(table, rng, offset_bytes, writers):
+    """Return a table whose pages lie in slots in drawn runs; a page's last bytes may be in none."""
+    page_at, slot_at, runs = 0, rng.randint(0, 3), []
+    for _ in range(rng.randint(1, 4)):
+        size, columns = rng.randint(1, 5), rng.randint(1, 2)  # two: every other fragment is one's
+        count = min(rng.randint(1, 4), (table.page_bytes - page_at) // (columns * size))
+        if count == 0:
+            break
+        for column in range(columns):
+            stride = size + rng.randint(0, 7)
+            begin = page_at + column * size
+            runs.append(CopyRun(begin, slot_at, size, count, columns * size, stride))
+            slot_at += count * stride + rng.randint(0, 5)
+        page_at += count * columns * size
+    if not runs:
+        runs, slot_at = [CopyRun(0, slot_at, table.page_bytes)], slot_at + table.page_bytes
+    return PageTable(table.pages, offset_bytes, slot_at, rng.sample(runs, len(runs)), *writers)
+
+
+def scattered(layout, seed, writers):
+    """Return a layout whose pages are scattered in their slots."""
+    rng = random.Random(seed)
+    groups, chunk_bytes = [], 0
+    for group in layout.groups:
+        offset, tables = rng.randint(0, 3), []
+        for table in group:
+            tables.append(scattered_table(table, rng, offset, writers))
+            offset += tables[-1].slot_page_bytes * layout.blocks_per_chunk
+        groups.append(tables)
+        chunk_bytes = max(chunk_bytes, offset)
+    return KVLayout(groups, layout.blocks_per_chunk, chunk_bytes)
 
 
 @dataclass(frozen=True)
@@ -148,6 +191,8 @@ class Device:
             self.runtime.run_all()  # what allocating has queued
         pairs = g.groups[0][0].kind == "pairs"
         self.layout = register_kv_caches(self.caches, names, g.blocks_per_chunk, int(pairs))
+        if g.scatter is not None:
+            self.layout = scattered(self.layout, g.scatter, g.writers)
         width = g.cell_offset + self.layout.chunk_bytes + g.padding
         self.memory = bytearray(g.slots * width)
         self.view = memoryview(self.memory).cast("B", (g.slots, width))
@@ -179,14 +224,27 @@ class Device:
                 position = part.first % g.blocks_per_chunk + at
                 slot = part.slots[position // g.blocks_per_chunk]
                 inner = position % g.blocks_per_chunk
+                num_writers, writer = g.writers
+                if (
+                    direction is STORE
+                    and (slot * g.blocks_per_chunk + inner) % num_writers != writer
+                ):
+                    continue
                 for table_at, table in enumerate(self.layout.groups[group_at]):
-                    size = table.page_bytes
-                    begin = g.cell_offset + table.offset_bytes + inner * size
-                    pages = self.model_pages[group_at][table_at]
-                    if direction is STORE:
-                        self.model_rows[slot, begin : begin + size] = pages[block]
-                    else:
-                        pages[block] = self.model_rows[slot, begin : begin + size]
+                    page = self.model_pages[group_at][table_at][block]
+                    begin = g.cell_offset + table.offset_bytes + inner * table.slot_page_bytes
+                    cell = self.model_rows[slot, begin : begin + table.slot_page_bytes]
+                    for run in table.runs:
+                        for number in range(run.num_fragments):
+                            on_device = run.page_offset + number * run.page_stride
+                            in_slot = run.slot_offset + number * run.slot_stride
+                            size = run.fragment_bytes
+                            here = page[on_device : on_device + size]
+                            there = cell[in_slot : in_slot + size]
+                            if direction is STORE:
+                                there[:] = here
+                            else:
+                                here[:] = there
 
     def agrees(self):
         """Whether device and slots are, to the last byte, what the model says."""
@@ -230,14 +288,17 @@ DTYPES = [torch.uint8, torch.int8, torch.bfloat16, torch.float8_e4m3fn, torch.fl
 
 
 @st.composite
-def geometries(draw):
+def geometries(draw, *, may_scatter=False):
     kind = draw(st.sampled_from(["plain", "pairs", "strided"]))
     shapes = st.builds(Shape, st.integers(1, 9), st.sampled_from(DTYPES), st.just(kind))
     groups = draw(st.lists(st.lists(shapes, min_size=1, max_size=3), min_size=1, max_size=3))
+    scatter = draw(st.none() | st.integers(0, 1 << 32)) if may_scatter else None
     return Geometry(
         tuple(tuple(group) for group in groups),
         blocks_per_chunk=draw(st.integers(1, 4)),
         cell_offset=draw(st.sampled_from([0, 7, 64])),
+        scatter=scatter,
+        writers=(1, 0) if scatter is None else draw(st.sampled_from([(1, 0), (2, 1), (4, 2)])),
     )
 
 

@@ -8,6 +8,7 @@ word "waiting" while it does just that.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -24,6 +25,7 @@ def main(run: dict[str, Any]) -> None:
     os.environ |= {
         "HF_HUB_OFFLINE": "1",
         "PYTHONHASHSEED": "0",  # block hashes are the same in the next process
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": str(int("pages" in run["steps"])),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "0|1" if run.get("ranks", 1) > 1 else "auto",
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(run.get("processes", False))),
@@ -70,6 +72,8 @@ def main(run: dict[str, Any]) -> None:
             assert llm.reset_prefix_cache()
         elif step == "reset primary":
             assert llm.reset_prefix_cache(reset_connector=True)
+        elif step == "pages":
+            found["pages"] = canonical_pages(llm)
         elif step == "wait":
             say("waiting")
             sys.stdin.read()
@@ -128,6 +132,29 @@ def replayed(batches: list[Any], scheduler: Any) -> dict[str, Any]:
         "removed": {location: any(n == 0 for n in told[location].values()) for location in blocks},
         "tracked": len(scheduler._events_tracker._pending_event_metadata),
         "blocks": len({key for keys in blocks.values() for key in keys}),
+    }
+
+
+def canonical_pages(llm: Any) -> list[str]:
+    """Return the digest of each device block: layer after layer, the heads of all ranks in order.
+
+    A page of the CPU's attention holds head after head, so it is that of one rank.
+    """
+    ranks = llm.collective_rpc(pages_of_rank)
+    return [
+        hashlib.sha256(
+            b"".join(ranks[rank][layer][block] for layer in layers for rank in range(len(ranks)))
+        ).hexdigest()
+        for layers in [sorted(ranks[0])]
+        for block in range(len(ranks[0][layers[0]]))
+    ]
+
+
+def pages_of_rank(worker: Any) -> dict[str, list[bytes]]:
+    """Return the pages of a worker's layers, by name. Runs in the worker's process."""
+    layers = worker.vllm_config.compilation_config.static_forward_context
+    return {
+        name: [page.numpy().tobytes() for page in layer.kv_cache] for name, layer in layers.items()
     }
 
 

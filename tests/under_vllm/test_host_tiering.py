@@ -20,6 +20,7 @@ from vllm_world import MODULE, SLOT_BYTES, make_config
 
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.integrations.vllm import HostTieringOffloadingSpec
+from kvoffload_async.integrations.vllm.convert import kv_layout
 from kvoffload_async.integrations.vllm.host_tiering import HostWorker
 
 BLOCKS, CHUNKS, PAGE_BYTES, USED_BYTES = 40, 24, 48, 40
@@ -48,7 +49,9 @@ def make_caches(random):
 def make_worker(caches, per_chunk):
     row_bytes = -(-len(caches.tensors) * PAGE_BYTES * per_chunk // 4096) * 4096
     region = SharedOffloadRegion(name(), CHUNKS, 0, row_bytes, row_bytes)
-    worker = HostWorker(caches, per_chunk, region)
+    for _ in caches.tensors:  # for the addresses
+        region.create_next_worker_view(PAGE_BYTES * per_chunk)
+    worker = HostWorker(kv_layout(caches, per_chunk), region)
     try:
         yield worker, region
     finally:
@@ -105,8 +108,7 @@ def test_blocks_go_where_vllms_own_worker_puts_them_and_come_back_and_nothing_el
             for index in group:
                 where = addresses(region._views[index], per_chunk, one)
                 for block, address in zip(one.blocks, where, strict=True):
-                    page = stored[index][block, :USED_BYTES].tobytes()
-                    assert ctypes.string_at(address, USED_BYTES) == page
+                    assert ctypes.string_at(address, PAGE_BYTES) == stored[index][block].tobytes()
 
         noise = random.integers(-128, 128, (BLOCKS, PAGE_BYTES), np.int8)
         for array in arrays:
@@ -115,11 +117,11 @@ def test_blocks_go_where_vllms_own_worker_puts_them_and_come_back_and_nothing_el
         for group, one in zip(GROUPS, moved, strict=True):
             for index in group:
                 expected = noise.copy()
-                expected[one.blocks, :USED_BYTES] = stored[index][one.blocks, :USED_BYTES]
+                expected[one.blocks] = stored[index][one.blocks]
                 assert np.array_equal(arrays[index], expected)
 
         size_bytes = sum(len(g) * len(m.blocks) for g, m in zip(GROUPS, moved, strict=True))
-        size_bytes *= USED_BYTES
+        size_bytes *= PAGE_BYTES
         ended = [(one.job_id, one.success, one.transfer_size) for one in worker.get_finished()]
         assert ended == [(1, True, size_bytes), (2, True, size_bytes)]
         assert worker.get_finished() == []
@@ -165,9 +167,11 @@ def test_region_that_no_worker_has_joined_keeps_its_file_until_the_manager_ends(
     assert files_of(scheduler) == []
 
 
-def test_canonical_layout_is_refused_before_anything_is_mapped(tmp_path):
+def test_a_canonical_layout_that_vllm_does_not_certify_is_refused_before_anything_is_mapped(
+    tmp_path,
+):
     _, rank = make_specs(tmp_path, canonical_layout=True)
-    with pytest.raises(ConfigError, match="canonical_layout"):
+    with pytest.raises(RuntimeError, match="could not be certified for canonical offload"):
         rank.get_worker(make_slots())
     assert files_of(rank) == []
 
@@ -183,6 +187,6 @@ def test_tensors_of_a_device_are_refused_before_anything_is_mapped(tmp_path):
 
 def test_tensors_larger_than_announced_are_refused_and_leave_no_file(tmp_path):
     _, rank = make_specs(tmp_path)
-    with pytest.raises(AssertionError, match="exceeds worker area"):  # vLLM's own check
+    with pytest.raises(ConfigError, match="takes 8200 bytes, and vLLM announced 8192"):
         rank.get_worker(make_slots(SLOT_BYTES + 8))
     assert files_of(rank) == []

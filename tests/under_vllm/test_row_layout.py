@@ -10,10 +10,12 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheTensor,
 )
+from vllm.v1.kv_offload import base
 
 from kvoffload_async.integrations.vllm.internals import ConnectorArguments, RegisteredLayer
 from kvoffload_async.integrations.vllm.row_layout import (
     announced_layout,
+    layout_of_canonical_pages,
     layout_of_layers,
     layout_of_ranks,
 )
@@ -79,11 +81,10 @@ def caches(*, blocks=8, heads=2, head_size=32, layout="LBHNC", packed=False):
     )
 
 
-def announced(**options):
+def announced(canonical_format="", **options):
     device = SimpleNamespace(device_type="cpu")
-    return announced_layout(
-        ConnectorArguments(SimpleNamespace(device_config=device), caches(**options))
-    )
+    around = SimpleNamespace(device_config=device)
+    return announced_layout(ConnectorArguments(around, caches(**options)), canonical_format)
 
 
 def test_what_is_announced_does_not_depend_on_the_number_of_blocks():
@@ -96,6 +97,48 @@ def test_what_is_announced_does_not_depend_on_the_number_of_blocks():
 )
 def test_what_is_announced_tells_layouts_apart(other):
     assert announced() != announced(**other)
+
+
+@pytest.mark.parametrize("canonical_format", ["v1-nhd", "v1-hnd"])
+def test_a_canonical_layout_is_announced_alike_for_all_numbers_of_ranks(canonical_format):
+    expected = announced(canonical_format, heads=4)
+    assert announced(canonical_format, heads=1) == expected
+    assert announced(canonical_format, heads=4, head_size=16) != expected
+    assert announced("v1-lhbnc", heads=4) != expected
+    assert announced(heads=4) != expected
+
+
+def canonical(layers=None, *, canonical_format="v1-nhd", page_bytes=128, tensors=(0, 1), heads=2):
+    """The digest of two layers of a rank with some heads, of pages of the same bytes for all."""
+    local = page_bytes // 8 * heads
+    mapping = base.CanonicalPageMapping(page_bytes, local, (), 1, 0, True)
+    caches = base.CanonicalKVCaches(
+        [base.CanonicalKVCacheTensor(torch.zeros(4, local), local) for _ in range(2)],
+        [[base.CanonicalKVCacheRef(index, local, mapping) for index in tensors]],
+    )
+    return layout_of_canonical_pages(caches, layers or {}, GROUPS, canonical_format)
+
+
+def test_canonical_pages_have_one_digest_for_all_numbers_of_ranks():
+    assert canonical() == canonical(heads=4)
+    assert canonical(layers()) == canonical(layers(heads=4, blocks=99), heads=4)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"layers": layers(content=4)},
+        {"layers": layers(dtype=torch.bfloat16)},
+        {"layers": layers(kind="B")},
+        {"layers": layers(order=lambda tensor: tensor.unflatten(3, (2, 4)))},
+        {"layers": None},
+        {"page_bytes": 256},
+        {"tensors": (0, 0)},
+        {"canonical_format": "v1-hnd"},
+    ],
+)
+def test_canonical_pages_of_another_order_have_another_digest(other):
+    assert canonical(**{"layers": layers(), **other}) != canonical(layers())
 
 
 def test_layers_of_pipeline_ranks_count(monkeypatch):

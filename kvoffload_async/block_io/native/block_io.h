@@ -135,10 +135,13 @@ struct run { /* blocks at consecutive slots of a file, which fail together */
     int64_t length;
 };
 
-struct copy {
+struct copy { /* of `count` fragments at equal distances */
     int64_t target;
     int64_t source;
-    int64_t bytes;
+    int64_t bytes; /* of a fragment */
+    int64_t count;
+    int64_t target_stride;
+    int64_t source_stride;
 };
 
 struct part { /* blocks of a batch that one thread processes */

@@ -384,6 +384,20 @@ static int store_file(struct worker *worker, const struct batch *batch, size_t i
 
 /* -- parts -------------------------------------------------------------------------------------- */
 
+static size_t bytes_of(const struct copy *copy)
+{
+    return (size_t)copy->bytes * (size_t)copy->count;
+}
+
+static void move_fragments(const struct batch *batch, const struct copy *copy)
+{
+    unsigned char *target = batch->memory.base + copy->target;
+    const unsigned char *source = batch->source + copy->source;
+    for (int64_t i = 0; i < copy->count; i++)
+        memmove(target + i * copy->target_stride, source + i * copy->source_stride,
+                (size_t)copy->bytes);
+}
+
 void do_part(struct worker *worker, const struct part *part)
 {
     struct batch *batch = part->batch;
@@ -403,10 +417,8 @@ void do_part(struct worker *worker, const struct part *part)
         } else if (batch->kind == BATCH_HAS_FILES) {
             batch->statuses[i] = is_there(worker, batch, batch->names[i]) ? STATUS_THERE : 0;
         } else if (batch->kind == BATCH_COPIES) {
-            const struct copy *copy = &batch->copies[i];
-            memmove(batch->memory.base + copy->target, batch->source + copy->source,
-                    (size_t)copy->bytes);
-            count_up(worker->engine, BYTES, (uint64_t)copy->bytes);
+            move_fragments(batch, &batch->copies[i]);
+            count_up(worker->engine, BYTES, bytes_of(&batch->copies[i]));
         }
     }
     close_folders(&worker->folders);
@@ -434,7 +446,7 @@ void cut_batch(struct batch *batch, size_t part_bytes)
         }
         int64_t file = has_files ? batch->runs[run].fd : -1;
         size_t cost = batch->kind == BATCH_HAS_FILES ? part_bytes / NAMES_PER_PART
-                      : batch->kind == BATCH_COPIES  ? (size_t)batch->copies[i].bytes
+                      : batch->kind == BATCH_COPIES  ? bytes_of(&batch->copies[i])
                                                      : batch->memory.slot_bytes;
         if (i == 0 || part->file != file || bytes + cost > part_bytes) {
             part += i > 0;

@@ -220,6 +220,16 @@ static bool take_runs(Submission *submission, PyObject *runs)
     return false;
 }
 
+/* Whether all fragments are within a memory, and do not overlap each other. */
+static bool is_within(const struct copy *copy, int64_t begin, int64_t stride, int64_t size)
+{
+    int64_t left = size - copy->bytes;
+    if (begin < 0 || begin > left)
+        return false;
+    return copy->count <= 1 || (stride > 0 && stride >= copy->bytes &&
+                                copy->count - 1 <= (left - begin) / stride);
+}
+
 static bool take_copies(Submission *submission, PyObject *source, PyObject *copies)
 {
     struct batch *batch = &submission->batch;
@@ -233,11 +243,14 @@ static bool take_copies(Submission *submission, PyObject *source, PyObject *copi
     batch->copies = (const struct copy *)packed;
     for (size_t i = 0; i < batch->count; i++) {
         const struct copy *copy = &batch->copies[i];
-        if (copy->bytes < 0 || copy->target < 0 || copy->source < 0 ||
-            copy->target > submission->buffers[0].len - copy->bytes ||
-            copy->source > submission->buffers[1].len - copy->bytes) {
-            PyErr_Format(PyExc_ValueError, "parts: (%lld, %lld, %lld) is not within the memories",
-                         (long long)copy->target, (long long)copy->source, (long long)copy->bytes);
+        if (copy->bytes < 0 || copy->count < 0 ||
+            !is_within(copy, copy->target, copy->target_stride, submission->buffers[0].len) ||
+            !is_within(copy, copy->source, copy->source_stride, submission->buffers[1].len)) {
+            PyErr_Format(PyExc_ValueError,
+                         "parts: (%lld, %lld, %lld, %lld, %lld, %lld) is not within the memories",
+                         (long long)copy->target, (long long)copy->source, (long long)copy->bytes,
+                         (long long)copy->count, (long long)copy->target_stride,
+                         (long long)copy->source_stride);
             return false;
         }
     }

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate, chain
 from typing import Any, Final
 
 import torch
@@ -20,7 +21,7 @@ from vllm.v1.kv_offload.tiering import base as tiering
 from kvoffload_async.errors import ConfigError, StateError
 from kvoffload_async.facade.connector.protocol import TransferJobSpec
 from kvoffload_async.integrations.vllm.internals import share_positions
-from kvoffload_async.transport.layout import KVLayout, PageTable
+from kvoffload_async.transport.layout import CopyRun, KVLayout, PageTable
 from kvoffload_async.types import (
     CPULoadStoreSpec,
     GPULoadStoreSpec,
@@ -223,17 +224,24 @@ def transfer(device: base.GPULoadStoreSpec, host: base.LoadStoreSpec) -> Transfe
     )
 
 
-def kv_layout(kv_caches: base.CanonicalKVCaches, blocks_per_chunk: int) -> KVLayout:
+def kv_layout(
+    kv_caches: base.CanonicalKVCaches, blocks_per_chunk: int, *, is_canonical: bool = False
+) -> KVLayout:
     """Return the layout of a worker's tensors, without copying them.
 
     As in vLLM's own region, a cell contains the tensors consecutively in list order, each in whole
     pages, independent of the groups.
 
+    Args:
+        kv_caches: The tensors.
+        blocks_per_chunk: Device blocks per chunk.
+        is_canonical: Whether workers share a cell, in which their pages are scattered as their
+            mappings say; there must be one for each layer.
+
     Raises:
         ConfigError: The tensors are not pages by block, or not on one device.
     """
-    tables: list[PageTable] = []
-    offset_bytes = 0
+    tensors: list[torch.Tensor] = []
     for index, cache in enumerate(kv_caches.tensors):
         tensor, page_bytes = cache.tensor.detach(), cache.page_size_bytes
         if tensor.dim() != 2 or tensor.element_size() != 1 or tensor.shape[1] != page_bytes:  # noqa: PLR2004 - 2-D
@@ -241,15 +249,64 @@ def kv_layout(kv_caches: base.CanonicalKVCaches, blocks_per_chunk: int) -> KVLay
                 f"KV cache tensor {index} has shape {tuple(tensor.shape)} and elements of "
                 f"{tensor.element_size()} bytes; it must be [num_blocks, {page_bytes}] in bytes"
             )
-        tables.append(PageTable(tensor.view(torch.uint8), offset_bytes))
-        offset_bytes += page_bytes * blocks_per_chunk
-    if len({table.pages.device for table in tables}) != 1:
+        tensors.append(tensor.view(torch.uint8))
+    if len({tensor.device for tensor in tensors}) != 1:
         raise ConfigError("the KV cache tensors must be on one device, and there must be one")
+    sizes = [cache.page_size_bytes for cache in kv_caches.tensors]
+    if is_canonical:
+        sizes = canonical_page_bytes(kv_caches)
+    *offsets, chunk_bytes = accumulate((size * blocks_per_chunk for size in sizes), initial=0)
     groups = [
-        [tables[index] for index in dict.fromkeys(ref.tensor_idx for ref in refs)]
+        [
+            _page_table(tensors[index], offsets[index], sizes[index], mapping)
+            for index, mapping in dict.fromkeys(
+                (ref.tensor_idx, ref.mapping if is_canonical else None) for ref in refs
+            )
+        ]
         for refs in kv_caches.group_data_refs
     ]
-    return KVLayout(groups, blocks_per_chunk, offset_bytes)
+    return KVLayout(groups, blocks_per_chunk, chunk_bytes)
+
+
+def require_announced(layout: KVLayout, announced_bytes: int) -> None:
+    """Raise ConfigError if a chunk takes more bytes than vLLM's configuration says."""
+    if layout.chunk_bytes > announced_bytes:
+        raise ConfigError(
+            f"a chunk of the KV caches takes {layout.chunk_bytes} bytes, and vLLM announced "
+            f"{announced_bytes}: this model's caches are not supported"
+        )
+
+
+def canonical_page_bytes(kv_caches: base.CanonicalKVCaches) -> list[int]:
+    """Return the bytes of a canonical page of each tensor, which layers of groups may share."""
+    sizes = [0] * len(kv_caches.tensors)
+    for ref in chain(*kv_caches.group_data_refs):
+        sizes[ref.tensor_idx] = max(sizes[ref.tensor_idx], ref.mapping.canonical_page_size_bytes)
+    return sizes
+
+
+def _page_table(
+    pages: torch.Tensor,
+    offset_bytes: int,
+    slot_page_bytes: int,
+    mapping: base.CanonicalPageMapping | None,
+) -> PageTable:
+    if mapping is None:
+        return PageTable(pages, offset_bytes)
+    return PageTable(
+        pages,
+        offset_bytes,
+        slot_page_bytes,
+        tuple(
+            CopyRun(
+                *(run.local_offset, run.canonical_offset, run.fragment_size),
+                *(run.num_fragments, run.local_stride, run.canonical_stride),
+            )
+            for run in mapping.runs
+        ),
+        mapping.num_writers,
+        mapping.writer_index,
+    )
 
 
 def load_store_spec(spec: CPULoadStoreSpec) -> cpu.CPULoadStoreSpec:

@@ -16,17 +16,20 @@ import time
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
-import torch
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from kvoffload_async.abc.tier import Direction
+from kvoffload_async.abc.transport import BlockCopies
 from kvoffload_async.errors import ConfigError
+from kvoffload_async.integrations.vllm.convert import kv_layout, require_announced, transfer
+from kvoffload_async.transport.host import Copier
+from kvoffload_async.transport.layout import KVLayout
 
 
 class HostTieringOffloadingSpec(TieringOffloadingSpec):
-    """vLLM's spec for host memory; accepts its options, except `canonical_layout`."""
+    """vLLM's spec for host memory; accepts its options."""
 
     _worker: base.OffloadingWorker | None
 
@@ -47,26 +50,33 @@ class HostTieringOffloadingSpec(TieringOffloadingSpec):
         """Return this process's worker for a KV cache in host memory.
 
         Raises:
-            ConfigError: The tensors are on a device, or `canonical_layout` is set.
+            ConfigError: The tensors are on a device, or unsupported.
+            RuntimeError: vLLM's, if it cannot certify the `canonical_layout`.
         """
         if self._worker is None:
-            if self.config.canonical_layout:
-                raise ConfigError("canonical_layout: not supported here; leave it out")
+            is_canonical = self.config.canonical_layout
+            if is_canonical:
+                self._validate_canonical_refs(kv_caches)
             devices = {cache.tensor.device.type for cache in kv_caches.tensors}
             if devices != {"cpu"}:
                 raise ConfigError(
                     f"spec_name: {type(self).__name__} needs a KV cache in host memory, but this "
                     f"one is on {', '.join(sorted(devices))}; use TieringOffloadingSpec"
                 )
+            layout = kv_layout(kv_caches, self.blocks_per_chunk, is_canonical=is_canonical)
+            cell_bytes = self.kv_bytes_per_chunk if is_canonical else self.cpu_page_size_per_worker
+            require_announced(layout, cell_bytes)
+            rank = 0 if self.replicated_layout else self.config.parallel.rank
             region = SharedOffloadRegion(
                 engine_id=self._engine_id,
                 num_chunks=self.num_chunks,
-                rank=0 if self.replicated_layout else self.config.parallel.rank,
+                rank=rank,
                 kv_bytes_per_chunk=self.kv_bytes_per_chunk,
                 cpu_page_size=self.cpu_page_size_per_worker,
             )
             try:
-                self._worker = HostWorker(kv_caches, self.blocks_per_chunk, region)
+                offset_bytes = 0 if is_canonical else rank * cell_bytes
+                self._worker = HostWorker(layout, region, offset_bytes)
             except BaseException:
                 region.cleanup()
                 raise
@@ -83,36 +93,27 @@ class HostWorker(base.OffloadingWorker):
     """
 
     def __init__(
-        self,
-        kv_caches: base.CanonicalKVCaches,
-        blocks_per_chunk: int,
-        region: SharedOffloadRegion,
+        self, layout: KVLayout, region: SharedOffloadRegion, cell_offset_bytes: int = 0
     ) -> None:
         """Create the worker; it owns `region`, unless the constructor raises.
 
         Args:
-            kv_caches: Tensors of shape `[num_blocks, page_bytes]`; each becomes a column of the
-                region's rows, shape `[num_chunks, blocks_per_chunk, page_bytes]`.
-            blocks_per_chunk: vLLM blocks per offload unit.
+            layout: The KV cache's tensors.
             region: The shared region with the primary's rows.
+            cell_offset_bytes: Offset of this rank's cell in a row.
         """
+        rows = np.asarray(region.create_kv_memoryview()).view(np.uint8)
         self._region = region
-        self._blocks_per_chunk = blocks_per_chunk
-        self._groups = kv_caches.group_data_refs
-        self._pages: list[npt.NDArray[np.int8]] = []
-        self._chunks: list[npt.NDArray[np.int8]] = []
-        for cache in kv_caches.tensors:
-            page_bytes = cache.page_size_bytes
-            self._pages.append(cache.tensor.view(torch.int8).view(-1, page_bytes).numpy())
-            cells = region.create_next_worker_view(page_bytes * blocks_per_chunk)
-            self._chunks.append(cells.unflatten(1, (blocks_per_chunk, page_bytes)).numpy())
+        self._layout = layout
+        self._num_slots = len(rows)
+        self._copier = Copier(layout, rows, cell_offset_bytes)
         self._ended: list[base.TransferResult] = []
 
     def submit_store(
         self, job_id: int, src_spec: base.GPULoadStoreSpec, dst_spec: base.LoadStoreSpec
     ) -> bool:
         """Copy blocks of the KV cache into chunks of the shared region."""
-        return self._copy(job_id, src_spec, dst_spec, is_store=True)
+        return self._copy(job_id, Direction.STORE, src_spec, dst_spec)
 
     def submit_load(
         self,
@@ -122,7 +123,7 @@ class HostWorker(base.OffloadingWorker):
         expedited: bool = False,
     ) -> bool:
         """Copy chunks of the shared region into blocks of the KV cache."""
-        return self._copy(job_id, dst_spec, src_spec, is_store=False)
+        return self._copy(job_id, Direction.LOAD, dst_spec, src_spec)
 
     def get_finished(self) -> list[base.TransferResult]:
         """Return the results of the jobs submitted since the last call."""
@@ -134,8 +135,7 @@ class HostWorker(base.OffloadingWorker):
 
     def shutdown(self) -> None:
         """Unmap the region."""
-        self._pages.clear()
-        self._chunks.clear()
+        self._copier.close()
         if not Path(self._region.mmap_path).exists():
             self._region._creator = False  # noqa: SLF001 - avoids a warning
         self._region.cleanup()
@@ -145,33 +145,17 @@ class HostWorker(base.OffloadingWorker):
     def _copy(
         self,
         job_id: int,
-        blocks: base.GPULoadStoreSpec,
-        chunks: base.BlockIDsLoadStoreSpec,
-        *,
-        is_store: bool,
+        direction: Direction,
+        device: base.GPULoadStoreSpec,
+        host: base.LoadStoreSpec,
     ) -> bool:
         began_s = time.perf_counter()
-        size_bytes = block_at = chunk_at = 0
-        per_chunk = self._blocks_per_chunk
-        for size, first, refs in zip(
-            blocks.group_sizes, blocks.block_indices, self._groups, strict=True
-        ):
-            if size == 0:
-                continue
-            # A group's first block may start inside its first chunk.
-            number, part = np.divmod(first % per_chunk + np.arange(size), per_chunk)
-            chunk = chunks.block_ids[chunk_at + number]
-            block = blocks.block_ids[block_at : block_at + size]
-            for ref in refs:
-                page = self._pages[ref.tensor_idx][:, : ref.page_size_bytes]
-                cell = self._chunks[ref.tensor_idx][:, :, : ref.page_size_bytes]
-                if is_store:
-                    cell[chunk, part] = page[block]
-                else:
-                    page[block] = cell[chunk, part]
-                size_bytes += size * ref.page_size_bytes
-            block_at += size
-            chunk_at += int(number[-1]) + 1
+        job = transfer(device, host)
+        copies = BlockCopies(direction, job.device, job.host)
+        parts = self._layout.resolve(copies, self._num_slots)
+        for group, part in enumerate(parts):
+            self._copier.copy(direction, group, part)
         took_s = time.perf_counter() - began_s
+        size_bytes = self._layout.num_bytes(parts)
         self._ended.append(base.TransferResult(job_id, True, size_bytes, took_s))
         return True

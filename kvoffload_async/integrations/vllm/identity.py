@@ -29,6 +29,9 @@ from typing import Any, Final, Self, cast
 
 import vllm
 from vllm import envs
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import (
+    canonical_format_id,
+)
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.file_mapper import FileMapper
@@ -294,6 +297,16 @@ class ModelContent:
         return self._found
 
 
+def canonical_format(config: OffloadingConfig) -> str:
+    """Return vLLM's id of the canonical format, if rows have it and do not depend on the ranks.
+
+    Empty for other layouts, and for canonical pages that only ranks of the same sizes can use.
+    """
+    if not (config.canonical_layout and config.parallel.is_parallelism_agnostic):
+        return ""
+    return str(canonical_format_id(config.kv_cache_layout))
+
+
 def identify(
     offloading_spec: base.OffloadingSpec,
     options: IdentityOptions,
@@ -321,7 +334,11 @@ def identify(
         mapper = file_mapper_of(offloading_spec, "")
         _check_trust(config, mapper)
         return Identity(mapper.get_run_config(), mapper.rank)
-    has_same_bytes = config.replicated_layout or config.parallel.world_size == 1
+    has_same_bytes = (
+        config.replicated_layout
+        or config.parallel.world_size == 1
+        or bool(canonical_format(config))
+    )
     mapper = file_mapper_of(offloading_spec, "", parallel_agnostic=has_same_bytes)
     run_config = mapper.get_run_config() | {"row_layout": layout}
     if options.namespace is not None:
@@ -399,6 +416,11 @@ def completed(
 def _check_trust(config: OffloadingConfig, mapper: FileMapper) -> None:
     """Check that the name of vLLM's directory determines a row's layout; raises ConfigError."""
     parallel, kv_layout = config.parallel, config.kv_cache_layout
+    if config.canonical_layout:
+        raise ConfigError(
+            "trust_vllm_directory: not possible with canonical_layout, as the size of vLLM's "
+            "blocks depends on tensor_parallel_size; leave one of them out"
+        )
     if kv_layout not in {None, _VLLM_LAYOUT}:
         raise ConfigError(
             f"trust_vllm_directory: the KV cache has the layout {kv_layout} here, but the name of "

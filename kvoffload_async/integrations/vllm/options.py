@@ -143,8 +143,7 @@ def engine_options(
         ConfigError: A key is unknown, or is determined by vLLM.
     """
     check_place_of_options(extra_config)
-    if extra_config.get("canonical_layout"):
-        raise ConfigError("canonical_layout: true is not supported here; leave it out")
+    parse_bool(extra_config.get("canonical_layout", False), "canonical_layout")
     own = OffloadConfig.declared().keys() - DECIDED
     reject_unknown(extra_config, own | VLLMS_OWN, EXTRA)
     options = {key: value for key, value in extra_config.items() if key in own}

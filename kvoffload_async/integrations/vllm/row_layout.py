@@ -18,6 +18,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_offload import base
 
 from kvoffload_async.integrations.vllm import settings
+from kvoffload_async.integrations.vllm.convert import canonical_page_bytes
 from kvoffload_async.integrations.vllm.internals import ConnectorArguments, RegisteredLayer
 
 DIGEST_BYTES = 16
@@ -62,31 +63,71 @@ def layout_of_pages(kv_caches: base.CanonicalKVCaches) -> str:
     )
 
 
-def layout_of_ranks(digests: Sequence[str], *, is_replicated: bool = False) -> str:
+def layout_of_canonical_pages(
+    kv_caches: base.CanonicalKVCaches,
+    layers: Mapping[str, RegisteredLayer],
+    groups: Sequence[Sequence[str]],
+    canonical_format: str,
+) -> str:
+    """Return the digest of a row of canonical pages, equal for all ranks and parallel sizes.
+
+    Args:
+        kv_caches: One worker's tensors, each layer with a mapping.
+        layers: The worker's layers by name; empty if only their pages are known.
+        groups: Layer names of each offloaded KV-cache group, in vLLM's order.
+        canonical_format: vLLM's id of the format.
+    """
+
+    def described(name: str) -> list[Any]:
+        if name not in layers:
+            return [name]
+        tensors = [[str(one.dtype), one.dim(), one.shape[-1]] for one in layers[name].tensors]
+        return [name, layers[name].kind, *tensors]
+
+    return _digest(
+        {
+            "format": canonical_format,
+            "devices": sorted({_device(cache.tensor.device.type) for cache in kv_caches.tensors}),
+            "pages": canonical_page_bytes(kv_caches),
+            "groups": [[ref.tensor_idx for ref in refs] for refs in kv_caches.group_data_refs],
+            "layers": [[described(name) for name in names] for names in groups],
+        }
+    )
+
+
+def layout_of_ranks(digests: Sequence[str], *, is_shared: bool = False) -> str:
     """Return the digest of a row's layout, from each rank's digest.
 
     Args:
         digests: One per rank.
-        is_replicated: Whether a row has one cell, equal for all ranks, instead of one per rank.
-            Ranks whose tensors differ cannot share a cell; they are distinguished nevertheless.
+        is_shared: Whether a row has one cell for all ranks, instead of one per rank. Ranks whose
+            tensors differ cannot share a cell; they are distinguished nevertheless.
     """
-    is_one_cell = len(digests) == 1 or (is_replicated and len(set(digests)) == 1)
+    is_one_cell = len(digests) == 1 or (is_shared and len(set(digests)) == 1)
     return digests[0] if is_one_cell else _digest(list(digests))
 
 
-def announced_layout(arguments: ConnectorArguments | None) -> str:
-    """Return the layout digest of tensors in other processes, from the configuration alone."""
+def announced_layout(arguments: ConnectorArguments | None, canonical_format: str = "") -> str:
+    """Return the layout digest of tensors in other processes, from the configuration alone.
+
+    With vLLM's id of a canonical format, the digest does not depend on the parallel sizes.
+    """
     if arguments is None:
-        return _digest("unknown")
+        return _digest(["unknown", canonical_format] if canonical_format else "unknown")
     cache = arguments.kv_cache_config
+    groups = [] if cache is None else [_group(group) for group in cache.kv_cache_groups]
+    placed = [] if cache is None else [_placed(one) for one in cache.kv_cache_tensors]
+    if canonical_format:
+        groups = [[*others, _without_heads(spec)] for *others, spec in groups]
+        placed = [[canonical_format, layers] for layers, *_ in placed]
     return _digest(
         {
             "layout": getattr(cache, "kv_cache_layout", None),
             "device": _device(arguments.vllm_config.device_config.device_type),
             "v2": bool(getattr(arguments.vllm_config, "use_v2_model_runner", False)),
             "ranks": os.environ.get("VLLM_PP_LAYER_PARTITION", ""),
-            "groups": [] if cache is None else [_group(group) for group in cache.kv_cache_groups],
-            "placed": [] if cache is None else [_placed(one) for one in cache.kv_cache_tensors],
+            "groups": groups,
+            "placed": placed,
         }
     )
 
@@ -97,6 +138,13 @@ def announced_layout(arguments: ConnectorArguments | None) -> str:
 def _group(group: Any) -> list[Any]:  # noqa: ANN401 - vLLM's KVCacheGroupSpec
     spec = group.kv_cache_spec
     return [list(group.layer_names), type(spec).__name__, settings.folded(spec)]
+
+
+def _without_heads(spec: Any) -> Any:  # noqa: ANN401 - JSON
+    """Return a folded KVCacheSpec without the heads of a rank, which follow from the model."""
+    if not isinstance(spec, dict):
+        return spec
+    return {name: _without_heads(value) for name, value in spec.items() if name != "num_kv_heads"}
 
 
 def _placed(tensor: Any) -> list[Any]:  # noqa: ANN401 - vLLM's KVCacheTensor

@@ -17,6 +17,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
@@ -31,6 +32,7 @@ from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.integrations.vllm import convert, engine_metrics
 from kvoffload_async.integrations.vllm.identity import (
     ModelContent,
+    canonical_format,
     completed,
     identified,
     takes_identity,
@@ -42,6 +44,7 @@ from kvoffload_async.integrations.vllm.options import (
     engine_options,
 )
 from kvoffload_async.integrations.vllm.row_layout import (
+    layout_of_canonical_pages,
     layout_of_layers,
     layout_of_pages,
     layout_of_ranks,
@@ -77,6 +80,8 @@ class KVOffloadSpec(base.OffloadingSpec):
         """
         show_log()
         super().__init__(config)
+        if config.canonical_layout:
+            _require_certified(config)
         self._arguments = ModelContent.of(self).arguments
         self._require_to_be_alone()
         self.process_folders = ExitStack()
@@ -131,24 +136,28 @@ class KVOffloadSpec(base.OffloadingSpec):
             self._worker = self._create_worker(kv_caches)
         return self._worker
 
-    def map_primary(self, participant: int, layout: str = "") -> SharedBuffer:
+    def map_primary(self, participant: int, layout: str = "", cell_bytes: int = 0) -> SharedBuffer:
         """Create or join the primary's shared mapping; see `SharedBuffer` for the errors.
 
         Args:
             participant: The caller's number; see `SharedBuffer`.
             layout: Digest of a worker's tensors, for the scheduler; see `row_layout`.
+            cell_bytes: Bytes of a cell that all workers share, which only they know.
         """
         options, count = self._engine.config, self.config.parallel.world_size + 1
         return SharedBuffer(
             self.config.engine_id,
             options.cpu_bytes_to_use,
-            options.block_bytes,
+            cell_bytes or options.block_bytes,
             num_cells=options.num_workers,
             participant=participant,
             num_participants=count,
             # vLLM may give pipeline ranks unequal numbers of layers; its scheduler only knows rank
-            # 0's, and maps the memory after all workers, which do it at the same time.
-            unequal=range(1, count) if self.config.parallel.pp_size > 1 else (),
+            # 0's, or none of canonical pages, and maps the memory after all workers, which do it at
+            # the same time.
+            unequal=range(1, count)
+            if self.config.parallel.pp_size > 1 or self.config.canonical_layout
+            else (),
             note=bytes.fromhex(layout),
         )
 
@@ -170,9 +179,8 @@ class KVOffloadSpec(base.OffloadingSpec):
                 yield tier
                 continue
             if not layout:
-                notes = buffer.notes()[SCHEDULER + 1 :]
                 layout = layout_of_ranks(
-                    [note.hex() for note in notes], is_replicated=self.replicated_layout
+                    self.layouts_of_ranks(buffer), is_shared=self._has_one_cell
                 )
             if options is None:
                 yield identified(tier, self, layout)
@@ -180,7 +188,26 @@ class KVOffloadSpec(base.OffloadingSpec):
                 folders, name = self.process_folders, tier["type"]
                 yield completed(tier, self, options, layout, folders, name=name)
 
+    def layouts_of_ranks(self, buffer: SharedBuffer) -> list[str]:
+        """Return the layout digests of the workers' tensors, by rank.
+
+        Raises:
+            ConfigError: Ranks that share a cell of canonical pages would see different pages in it.
+            TimeoutError: A worker has not registered its tensors in time.
+        """
+        layouts = [note.hex() for note in buffer.notes()[SCHEDULER + 1 :]]
+        if self.config.canonical_layout and len(set(layouts)) > 1:
+            raise ConfigError(
+                "canonical_layout: the ranks have KV caches of different layouts; leave it out"
+            )
+        return layouts
+
     # -- inside ---------------------------------------------------------------------------------
+
+    @property
+    def _has_one_cell(self) -> bool:
+        """Whether all ranks share the cell of a row."""
+        return bool(self.replicated_layout or self.config.canonical_layout)
 
     def _is_offered_again(self) -> bool:
         """Return whether the connector offers blocks again that a store has left out."""
@@ -256,19 +283,18 @@ class KVOffloadSpec(base.OffloadingSpec):
         return [number for number, spec in specs if not isinstance(spec, FullAttentionSpec)]
 
     def _create_worker(self, kv_caches: base.CanonicalKVCaches) -> KVOffloadWorker:
-        options = self._engine.config
-        layout = convert.kv_layout(kv_caches, self.blocks_per_chunk)
-        if layout.chunk_bytes > options.block_bytes:
-            raise ConfigError(
-                f"a chunk of the KV caches takes {layout.chunk_bytes} bytes, and vLLM announced "
-                f"{options.block_bytes}: this model's caches are not supported"
-            )
+        options, is_canonical = self._engine.config, self.config.canonical_layout
+        if is_canonical:
+            _require_certified(self.config, kv_caches)
+        layout = convert.kv_layout(kv_caches, self.blocks_per_chunk, is_canonical=is_canonical)
+        convert.require_announced(layout, options.block_bytes)
         rank = self.config.parallel.rank
-        buffer = self.map_primary(1 + rank, self._digest_of(kv_caches))
+        cell_bytes = layout.chunk_bytes if is_canonical else 0
+        buffer = self.map_primary(1 + rank, self._digest_of(kv_caches), cell_bytes)
         return KVOffloadWorker(
             layout,
             buffer,
-            cell_offset_bytes=0 if self.replicated_layout else rank * buffer.cell_bytes,
+            cell_offset_bytes=0 if self._has_one_cell else rank * buffer.cell_bytes,
             timeout_s=options.drain_timeout_s,
             state_groups=[
                 index
@@ -285,9 +311,12 @@ class KVOffloadSpec(base.OffloadingSpec):
                 "cache to offload; use fewer pipeline ranks, or set VLLM_PP_LAYER_PARTITION"
             )
         options["blocks_per_chunk"] = self.blocks_per_chunk
+        num_copies = 1 if self.replicated_layout else self.config.parallel.world_size
         options["block_bytes"] = self.config.worker_kv_bytes_per_block * self.blocks_per_chunk
+        if self.config.canonical_layout:  # at most this, which the workers know
+            options["block_bytes"] *= num_copies
         options["block_size"] = min(self.tokens_per_block)
-        options["num_workers"] = 1 if self.replicated_layout else self.config.parallel.world_size
+        options["num_workers"] = 1 if self._has_one_cell else num_copies
         options["enable_kv_cache_events"] = self.config.enable_kv_cache_events
         for number, identity in enumerate(self._identity_options):
             if identity is not None:  # for the checks; the workers' tensors are not known yet
@@ -298,9 +327,36 @@ class KVOffloadSpec(base.OffloadingSpec):
     def _digest_of(self, kv_caches: base.CanonicalKVCaches) -> str:
         """Return the layout digest of this worker's tensors."""
         layers = {} if self._arguments is None else self._arguments.registered_layers()
-        if not layers:
-            return layout_of_pages(kv_caches)
-        return layout_of_layers(layers, [group.layer_names for group in self.config.groups])
+        groups = [group.layer_names for group in self.config.groups]
+        if canonical := canonical_format(self.config):
+            return layout_of_canonical_pages(kv_caches, layers, groups, canonical)
+        return layout_of_layers(layers, groups) if layers else layout_of_pages(kv_caches)
+
+
+def _require_certified(
+    config: OffloadingConfig, kv_caches: base.CanonicalKVCaches | None = None
+) -> None:
+    """Check that pages are independent of the parallel sizes, as far as vLLM certifies it.
+
+    Args:
+        config: vLLM's configuration.
+        kv_caches: A worker's tensors; None: only what the configuration says.
+
+    Raises:
+        ConfigError: They are not; the message is vLLM's.
+    """
+    from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec  # noqa: PLC0415 - large
+
+    parallel = config.parallel
+    if kv_caches is None:
+        if parallel.is_parallelism_agnostic and parallel.world_size == parallel.tp_size:
+            return
+        kv_caches = base.CanonicalKVCaches([], [[base.CanonicalKVCacheRef(0, 0)]])  # no mapping
+    wanted: Any = SimpleNamespace(config=config)
+    try:
+        TieringOffloadingSpec._validate_canonical_refs(wanted, kv_caches)  # noqa: SLF001 - its words
+    except RuntimeError as error:
+        raise ConfigError(f"canonical_layout: {error}") from error
 
 
 class _SharedSpec(TieringOffloadingSpec):
@@ -346,4 +402,6 @@ class _SharedSpec(TieringOffloadingSpec):
 
     def _tier_configs(self) -> Sequence[Mapping[str, Any]]:
         assert self.buffer is not None  # noqa: S101 - for the type checker
+        if self.outer.config.canonical_layout:
+            self.outer.layouts_of_ranks(self.buffer)
         return list(self.outer.identified_tiers(self.config.secondary_tiers, self.buffer))

@@ -41,7 +41,7 @@ from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.facade.tier_group import BreakerLog
 from kvoffload_async.facade.tier_options import ManagerSpec, options_of
 from kvoffload_async.integrations.vllm import convert
-from kvoffload_async.integrations.vllm.identity import ModelContent, completed
+from kvoffload_async.integrations.vllm.identity import ModelContent, canonical_format, completed
 from kvoffload_async.integrations.vllm.options import (
     NAMES_UNDER_VLLM,
     check_place_of_options,
@@ -143,10 +143,11 @@ class VllmTier(tiering.SecondaryTierManager):
         try:
             config = self.layout(offloading_spec, options)
             given = offloading_spec.config
+            has_one_cell = given.replicated_layout or given.canonical_layout
             geometry = OffloadConfig(
                 cpu_bytes_to_use=0,
                 block_bytes=0,
-                num_workers=1 if given.replicated_layout else given.parallel.world_size,
+                num_workers=1 if has_one_cell else given.parallel.world_size,
             )
             self._tier: SecondaryTierManager = SecondaryTierFactory.create_secondary_tier(
                 config,
@@ -173,10 +174,13 @@ class VllmTier(tiering.SecondaryTierManager):
         config = offloading_spec.config
         arguments = ModelContent.of(offloading_spec).arguments
         # With several ranks, the workers' tensors are in other processes.
-        is_alone = config.parallel.world_size == 1
+        canonical = canonical_format(config)
+        is_alone = config.parallel.world_size == 1 and not canonical
         layers = arguments.registered_layers() if arguments and is_alone else {}
         groups = [group.layer_names for group in config.groups]
-        layout = layout_of_layers(layers, groups) if layers else announced_layout(arguments)
+        layout = (
+            layout_of_layers(layers, groups) if layers else announced_layout(arguments, canonical)
+        )
         identity, folders = self.identity_options, self._process_folders
         return completed(tier, offloading_spec, identity, layout, folders, name=self.tier_type)
 
