@@ -45,10 +45,11 @@ SKIP_REASONS: Final[tuple[SkipReason, ...]] = get_args(SkipReason)
 excluded by the request's filter. `failed`: a promotion of the block failed for this request before.
 `too_few`: fewer missed blocks than the break-even point."""
 
-DropReason = Literal["evicted", "reset", "closed"]
+DropReason = Literal["evicted", "reset", "closed", "deleted"]
 DROP_REASONS: Final[tuple[DropReason, ...]] = get_args(DropReason)
 """Why a block was not stored to a tier. `evicted`: evicted from the primary before the tier had
-room. `reset`: the primary was reset. `closed`: the manager was shut down."""
+room. `reset`: the primary was reset. `closed`: the manager was shut down. `deleted`: the block is
+being deleted."""
 
 OTHER_ERROR: Final = "other"
 """Label for the error classes of third parties."""

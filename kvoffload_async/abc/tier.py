@@ -49,6 +49,7 @@ class TierCapabilities:
         probes_prefixes: Probes call `longest_prefixes`, which may be far cheaper than `contains`.
         pins: `pin` keeps blocks from being removed by this process.
         discards: `discard` removes blocks.
+        deletes: `delete` removes blocks and confirms it.
         announces_removals: Every stored or announced block is eventually announced as evicted when
             it is removed, by whichever process. Consumers of events may then keep metadata of a
             block until its removal. Leave it False for an unbounded tier.
@@ -63,6 +64,7 @@ class TierCapabilities:
     probes_prefixes: bool = False
     pins: bool = False
     discards: bool = False
+    deletes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,6 +374,19 @@ class AsyncTier(ABC):
         Must return at once. A block of a running job may stay. Called only if
         `capabilities.discards`.
         """
+
+    async def delete(self, keys: Sequence[OffloadKey]) -> BlockFailures:
+        """Remove distinct blocks for good; return those that may still be there.
+
+        When it returns, the other blocks are absent, whether or not they were before: neither
+        `contains`, `load` nor a later `open` finds them, and no cached answer and no renewal of
+        this instance brings them back. A block that `pin` keeps is a `TierBusyError`. Need not be
+        announced. An exception means that any of the blocks may still be there.
+
+        Guaranteed by the framework: no job on these blocks runs meanwhile, and their absence is
+        recorded. May be cancelled at its deadline. Called only if `capabilities.deletes`.
+        """
+        raise NotImplementedError
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], identity: KVIdentity) -> Self:

@@ -30,7 +30,7 @@ class Invariant(Generic[S]):
     """A condition that always holds.
 
     Attributes:
-        name: Its identifier, P1 to P26.
+        name: Its identifier, P1 to P27.
         statement: The condition.
         violations: Returns a text for each violation.
     """
@@ -236,11 +236,24 @@ def pending_work_is_known(planner: Planner) -> Iterator[str]:
         and planner.room.room_to_store(i)
         and not cascades.queues[i].is_shut
     ]
-    if planner.has_pending_work != bool(planner.jobs or parked or takers):
+    deletes = planner.deletions.has_work
+    if planner.has_pending_work != bool(planner.jobs or parked or takers or deletes):
         yield (
             f"has_pending_work is {planner.has_pending_work} with {len(planner.jobs)} jobs, "
-            f"parked keys of {parked} and blocks pending for {takers}"
+            f"parked keys of {parked}, blocks pending for {takers}, blocks to delete: {deletes}"
         )
+
+
+def deleted_blocks_are_barred(planner: Planner) -> Iterator[str]:
+    """P27: exactly the keys of the deletions under way are barred."""
+    running = planner.deletions.running
+    barred = [("the primary", planner.primary.barred, [each.in_primary for each in running])]
+    for index, tier in enumerate(planner.tiers):
+        barred.append((tier.name, tier.barred, [index in each.left for each in running]))
+    for name, keys, is_named in barred:
+        named = [each.keys for each, there in zip(running, is_named, strict=True) if there]
+        if Counter(map(id, named)) != Counter(map(id, keys.sets)):
+            yield f"{len(keys.sets)} deletions bar keys of {name}, not {len(named)}"
 
 
 def what_is_pending_is_readable(planner: Planner) -> Iterator[str]:
@@ -383,6 +396,7 @@ STATE_INVARIANTS: tuple[Invariant[Planner], ...] = (
         "order, and goes to it as soon as there is room",
         what_is_pending_is_readable,
     ),
+    Invariant("P27", "exactly what deletions under way name is barred", deleted_blocks_are_barred),
     Invariant("P24", "counters of parts add up to that of the whole", counters_add_up),
     Invariant(
         "P25",

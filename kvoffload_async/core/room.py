@@ -76,6 +76,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from itertools import islice
 from typing import Final
 
@@ -398,6 +399,18 @@ class Room:
                 request.failed.update((tier, key) for key in named if key in absent)
             (elsewhere,) = self._find([named[first]], request)
             self._release(request, named[first:] if elsewhere is None else named)
+            if request.ticket and not request.awaits:
+                self._note_landed(request)
+            self._notify(request)
+
+    def cut(self, holders: Iterable[RequestState], keys: AbstractSet[OffloadKey]) -> None:
+        """End tickets before the first of blocks that are being deleted."""
+        for request in holders:
+            if request.ticket.keys().isdisjoint(keys):
+                continue
+            named = list(request.ticket)
+            first = next(index for index, key in enumerate(named) if key in keys)
+            self._release(request, named[first:])
             if request.ticket and not request.awaits:
                 self._note_landed(request)
             self._notify(request)

@@ -44,7 +44,7 @@ class ExampleTier(AsyncTier):
 
     declares = ExampleSettings
     remedies: ClassVar = {Trouble.TOO_SLOW: "raise cpu_bytes_to_use, or set write_back to wait"}
-    capabilities = TierCapabilities(exclusive=True, medium=Medium.CPU)
+    capabilities = TierCapabilities(exclusive=True, medium=Medium.CPU, deletes=True)
 
     def __init__(self, settings: ExampleSettings | None = None) -> None:
         """Start without blocks."""
@@ -92,6 +92,12 @@ class ExampleTier(AsyncTier):
             for i, block in enumerate(found)
             if block is None
         }
+
+    async def delete(self, keys: Sequence[OffloadKey]) -> BlockFailures:
+        """Drop blocks."""
+        for key in keys:
+            self._blocks.pop(key, None)
+        return {}
 
     async def close(self) -> None:
         """Release the buffer; the blocks are kept until the tier object is deleted."""

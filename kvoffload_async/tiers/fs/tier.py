@@ -20,6 +20,7 @@ from kvoffload_async.abc.tier import (
 from kvoffload_async.block_io.choice import create_file_io
 from kvoffload_async.errors import (
     CorruptBlockError,
+    TierBusyError,
     TierClosedError,
     TierError,
     TierFullError,
@@ -78,6 +79,7 @@ class FsTier(AsyncTier):
             announces_removals=settings.capacity_bytes is not None,  # else none are tracked
             pins=True,
             discards=True,
+            deletes=True,
         )
         self.bounds = TierBounds()
         self._settings = settings
@@ -225,6 +227,26 @@ class FsTier(AsyncTier):
         """Remove blocks in the background, except pinned ones; blocks that a job uses may stay."""
         if self._housekeeping is not None:
             self._housekeeping.discard(keys)
+
+    async def delete(self, keys: Sequence[OffloadKey]) -> BlockFailures:
+        """Delete the files of blocks, whoever has stored them.
+
+        Raises:
+            TierUnavailableError: The root is not the directory that was opened.
+        """
+        if self._housekeeping is None:
+            raise TierClosedError("the fs tier is not open")
+        try:
+            left = await self._housekeeping.remove(keys)
+        except OSError as error:
+            raise mapped(error) from None
+        pinned = TierBusyError(f"pinned below {self._settings.root_dir}")
+        failures: dict[int, TierError] = {}
+        for index, key in enumerate(keys):
+            if key in left:
+                why = left[key]
+                failures[index] = pinned if why is None else mapped(why)
+        return failures
 
     async def close(self) -> None:
         """Stop housekeeping, release reservations, and unregister the writer; idempotent."""

@@ -263,6 +263,10 @@ class RemoteClient(ABC):
         """Remove a value if it still has this version and SHA-1; return whether it did."""
 
     @abstractmethod
+    async def remove(self, keys: Sequence[OffloadKey]) -> None:
+        """Remove the values of keys on one server, present or not."""
+
+    @abstractmethod
     async def renew(self, keys: Sequence[OffloadKey]) -> None:
         """Restart the lifetime of existing values."""
 
