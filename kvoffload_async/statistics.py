@@ -128,6 +128,7 @@ class PrimaryStatistics:
         stored_blocks: Blocks written by requests.
         loaded_blocks: Blocks handed to requests for loading.
         evicted_blocks: Blocks evicted to make room.
+        deleted_blocks: Blocks deleted by `cache.delete`.
         refused_stores: Calls of `prepare_store` that found no room.
         declined_blocks: Blocks that the eviction policy declined to store, as they were worth less
             than those in the cache.
@@ -147,6 +148,7 @@ class PrimaryStatistics:
     stored_blocks: int
     loaded_blocks: int
     evicted_blocks: int
+    deleted_blocks: int
     refused_stores: int
     declined_blocks: int
     used_blocks: int
@@ -235,6 +237,7 @@ class TierStatistics:
         corrupt_blocks: Blocks whose checksum did not match.
         missing_blocks: Blocks to load that the tier did not have.
         evicted_blocks: Blocks whose removal the tier announced.
+        deleted_blocks: Blocks whose deletion the tier has confirmed, present before or not.
         dropped_blocks: Blocks that waited for room in the tier and were dropped, for any reason.
         dropped_bytes: Bytes of `dropped_blocks`.
         dropped: `dropped_blocks` by `DROP_REASONS`.
@@ -289,6 +292,7 @@ class TierStatistics:
     corrupt_blocks: int
     missing_blocks: int
     evicted_blocks: int
+    deleted_blocks: int
     dropped_blocks: int
     dropped_bytes: int
     dropped: Mapping[DropReason, int]
@@ -327,6 +331,7 @@ class PlannerStatistics:
     Attributes:
         requests: Active requests. Gauge.
         retained_blocks: Blocks pinned for waiting requests. Gauge.
+        pinned_blocks: Blocks pinned by `cache.pin`. Gauge.
         lookups: Block lookups, repeated ones included.
         hits: Lookups that found the block readable in the primary.
         pending_hits: Lookups that found the block being written to the primary.
@@ -345,6 +350,7 @@ class PlannerStatistics:
 
     requests: int
     retained_blocks: int
+    pinned_blocks: int
     lookups: int
     hits: int
     pending_hits: int

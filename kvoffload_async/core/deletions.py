@@ -21,6 +21,7 @@ from typing import Final
 from kvoffload_async.abc.events import CallEnded
 from kvoffload_async.core.barred import BarredKeys
 from kvoffload_async.core.cascades import Cascades
+from kvoffload_async.core.pins import Pins
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.requests import RequestState
 from kvoffload_async.core.room import Room
@@ -98,7 +99,12 @@ class Deletions:
     """
 
     def __init__(
-        self, primary: Primary, tiers: Sequence[TierState], cascades: Cascades, room: Room
+        self,
+        primary: Primary,
+        tiers: Sequence[TierState],
+        cascades: Cascades,
+        room: Room,
+        pins: Pins,
     ) -> None:
         """Start without deletions."""
         self.running: list[Deletion] = []
@@ -106,6 +112,7 @@ class Deletions:
         self._tiers = tiers
         self._cascades = cascades
         self._room = room
+        self._pins = pins
         self._queues = [_TierQueue() for _ in tiers]
         self._now_s = 0.0
 
@@ -200,6 +207,7 @@ class Deletions:
         if not deletion.in_primary:
             return
         self._room.cut(holders, frozenset(keys))
+        self._pins.unpin(keys)
         removed, in_use = self._primary.delete(keys)
         deletion.removed += removed
         deletion.in_use.extend(in_use)

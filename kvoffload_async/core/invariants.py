@@ -163,6 +163,8 @@ def promotions_are_single_and_bounded(planner: Planner) -> Iterator[str]:
     tickets = {key for request in planner.requests.values() for key in request.ticket}
     if len(tickets) != room.named_blocks or room.named != len(tickets | in_flight):
         yield f"{room.named} slots are named, not {len(tickets | in_flight)}"
+    if len(planner.pins) > planner.pins.most or planner.primary.num_kept != len(planner.pins):
+        yield f"{len(planner.pins)} blocks are pinned, at most {planner.pins.most} may be"
     if room.named > planner.primary.num_slots - room.reserved:
         yield f"{room.named} slots are named, and {room.reserved} reserved for stores"
 
@@ -292,6 +294,7 @@ def _pins(planner: Planner, pins: dict[OffloadKey, int]) -> Iterator[str]:
         {key for request in planner.requests.values() for key in request.ticket if key in pins}
     )
     reasons.update(planner.room.guarded)
+    reasons.update(key for key in pins if key in planner.pins)
     for key in pins.keys() | reasons.keys():
         if pins.get(key, 0) != reasons[key]:
             yield f"{block_text(key)} has {pins.get(key, 0)} pins for {reasons[key]} reasons"

@@ -15,6 +15,7 @@ from kvoffload_async.core.cascades import Cascades, EngineContext, Touches
 from kvoffload_async.core.counters import Figures, FigureSet, PlannerCounters
 from kvoffload_async.core.deletions import Deletion, Deletions
 from kvoffload_async.core.ledger import JobRecord
+from kvoffload_async.core.pins import Pins
 from kvoffload_async.core.prefetch import Prefetch
 from kvoffload_async.core.primary import PRIMARY_FIGURES, Primary
 from kvoffload_async.core.requests import RequestState
@@ -94,7 +95,8 @@ class Planner:
             self.own,
             partial(self._submit, is_promotion=False),
         )
-        self.deletions = Deletions(primary, self.tiers, self.cascades, self.room)
+        self.pins = Pins(primary, self.room)
+        self.deletions = Deletions(primary, self.tiers, self.cascades, self.room, self.pins)
         self._touches = Touches(self.tiers, self.cascades, self.own)
         self._asking: RequestState | None = None
         self._ahead: dict[OffloadKey, Verdict] = {}
@@ -366,7 +368,8 @@ class Planner:
             self.search.end_step(self.now_s)
         self._asking = None
         gave_up = self.room.end_step()
-        if self.deletions.running:
+        if self.pins or self.deletions.running:
+            self.pins.end_step(self.now_s)
             self.deletions.serve(self.requests.values(), self.now_s)
         if self.prefetcher.queued and not self.promotions_paused:
             self.prefetcher.serve(self.now_s)
@@ -420,6 +423,7 @@ class Planner:
             raise StateError(f"a reset with {len(jobs)} jobs in flight: drain the tiers first")
         self.room.reset()
         self.prefetcher.reset()
+        self.pins.reset()
         self.cascades.forget()
         reading = [record for record in self.orphaned.values() if not record.holds_slots]
         for record in reading:
@@ -716,6 +720,8 @@ class Planner:
 
 
 PLANNER_FIGURES: Final = FigureSet(
-    PlannerCounters, {"retained_blocks": "room.named_blocks"}, "requests"
+    PlannerCounters,
+    {"retained_blocks": "room.named_blocks", "pinned_blocks": "primary.num_kept"},
+    "requests",
 )
 """Copies the figures of a `Planner`, with the number of its requests."""

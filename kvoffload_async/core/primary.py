@@ -320,6 +320,7 @@ class ResidentBlocks:
             blocks for which there may be room now.
         counters: Counts of loads, stores, evictions and lookups.
         barred: Keys that are being deleted: they are absent for every lookup.
+        num_kept: Number of blocks that users pin; set by `Pins`.
     """
 
     decided: OnResolved | None = None
@@ -329,6 +330,7 @@ class ResidentBlocks:
         """Start without blocks; takes ownership of the policy."""
         self.room_made = 0
         self.barred = BarredKeys()
+        self.num_kept = 0
         self.policy = policy
         self._blocks = KeyTable(num_slots)
         self._parts = self._blocks.map.parts
