@@ -25,6 +25,7 @@ class Operation(enum.Enum):
     STORE = enum.auto()
     LOAD = enum.auto()
     CONTAINS = enum.auto()
+    DELETE = enum.auto()
     CLOSE = enum.auto()
 
 
@@ -123,6 +124,14 @@ class ScriptedTier(AsyncTier):
         """Park; then return the outcome."""
         return await self._park(Operation.LOAD, job.keys, job)
 
+    async def delete(self, keys: Sequence[OffloadKey]) -> BlockFailures:
+        """Park; then return the outcome. The other blocks are removed."""
+        failures = await self._park(Operation.DELETE, tuple(keys), None)
+        for index, key in enumerate(keys):
+            if index not in failures:
+                self.blocks.pop(key, None)
+        return failures
+
     async def close(self) -> None:
         """Close without parking, unless `parks_close`."""
         self.close_count += 1
@@ -157,7 +166,7 @@ class ScriptedTier(AsyncTier):
         elif error is not None:
             parked.future.set_exception(error)
         elif parked.job is None:
-            parked.future.set_result({})
+            parked.future.set_result(dict(failures or {}))
         else:
             parked.future.set_result(self._move(parked, parked.job, dict(failures or {})))
 

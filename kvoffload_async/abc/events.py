@@ -76,7 +76,7 @@ class AnnouncementRefused:
     num_keys: int
 
 
-TierOperation = Literal["contains", "delete"]
+TierOperation = Literal["contains", "delete", "list"]
 """The method of a tier that a management call uses."""
 
 
@@ -88,6 +88,8 @@ class CallEnded:
     operation: TierOperation
     keys: frozenset[OffloadKey] = frozenset()
     """The blocks that are present, or that are gone for good."""
+    cursor: str | None = None
+    """Where a listing continues; None at its end."""
     error: TierError | None = field(default=None, compare=False)
     """Why the others are unknown or may still be there; None: there are none."""
 

@@ -50,6 +50,7 @@ class TierCapabilities:
         pins: `pin` keeps blocks from being removed by this process.
         discards: `discard` removes blocks.
         deletes: `delete` removes blocks and confirms it.
+        lists: `list_keys` lists the blocks.
         announces_removals: Every stored or announced block is eventually announced as evicted when
             it is removed, by whichever process. Consumers of events may then keep metadata of a
             block until its removal. Leave it False for an unbounded tier.
@@ -65,6 +66,7 @@ class TierCapabilities:
     pins: bool = False
     discards: bool = False
     deletes: bool = False
+    lists: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,6 +387,23 @@ class AsyncTier(ABC):
 
         Guaranteed by the framework: no job on these blocks runs meanwhile, and their absence is
         recorded. May be cancelled at its deadline. Called only if `capabilities.deletes`.
+        """
+        raise NotImplementedError
+
+    async def list_keys(
+        self, cursor: str | None, count: int
+    ) -> tuple[Sequence[OffloadKey], str | None]:
+        """Return some keys of present blocks, and where to continue; None at the end.
+
+        A block that is present throughout a listing is listed. Called only if `capabilities.lists`.
+
+        Args:
+            cursor: None to begin, or what an earlier call has returned; of any age, also by another
+                instance.
+            count: Maximum number of keys.
+
+        Raises:
+            TierError: The storage cannot be read, or `cursor` is not valid.
         """
         raise NotImplementedError
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.abc.transport import Transport, hold_pages
+from kvoffload_async.async_engine.cache import EngineCache
 from kvoffload_async.async_engine.request import EngineRequest, Waiter
 from kvoffload_async.async_engine.steps import Steps, Stores
 from kvoffload_async.async_engine.transfers import EngineBounds, Transfers
@@ -239,6 +240,7 @@ class OffloadEngine:
             block_bytes=self._config.block_bytes,
         )
         self._stores = Stores(self._driver, self._steps, self._transfers)
+        self._cache = EngineCache(self._driver, self._steps)
         self._is_open = True
         self._is_closed = False
         self._steps.begin(self._driver)
@@ -260,6 +262,16 @@ class OffloadEngine:
     def driver(self) -> PlannerDriver:
         """The driver of the planner and the tiers, for invariant checks and inspection."""
         return self._driver
+
+    @property
+    def cache(self) -> EngineCache:
+        """Deletes, counts and pins cached blocks.
+
+        Raises:
+            ClosedError: The engine has not been opened.
+        """
+        self._require_started()
+        return self._cache
 
     def stats(self) -> EngineStatistics:
         """Return counters and gauges; works on a closed engine too.

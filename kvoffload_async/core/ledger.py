@@ -54,7 +54,9 @@ class CallTier:
 
     call_id: int
     operation: TierOperation
-    keys: tuple[OffloadKey, ...]
+    keys: tuple[OffloadKey, ...] = ()
+    cursor: str | None = None
+    """Where a listing continues; None: at its begin."""
 
 
 TierEffect = StartJob | StartProbe | TouchBlocks | CallTier

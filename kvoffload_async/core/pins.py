@@ -9,6 +9,7 @@ see `Room.budget`, of which they are a part.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable, Sequence
 from itertools import count
 from typing import Final
@@ -93,6 +94,10 @@ class Pins:
             _, _, keys = heapq.heappop(self._ends)
             self._num_ends -= len(keys)
             self.unpin([key for key in keys if self._until_s.get(key, now_s + 1) <= now_s])
+
+    def wakes_in_s(self, now_s: float) -> float:
+        """Return the seconds until the next pin ends; inf without pins."""
+        return max(0.0, self._ends[0][0] - now_s) if self._ends else math.inf
 
     def reset(self) -> None:
         """Forget all pins; call before `Primary.reset`, which removes them."""

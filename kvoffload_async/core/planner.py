@@ -384,6 +384,16 @@ class Planner:
             return True
         return self.deletions.has_work
 
+    def wakes_in_s(self) -> float:
+        """Return the seconds until a step has work even without an event; inf if never."""
+        now_s = self.now_s
+        return min(
+            self.cascades.wakes_in_s(now_s),
+            self.room.wakes_in_s(),
+            self.deletions.wakes_in_s(now_s),
+            self.pins.wakes_in_s(now_s),
+        )
+
     @property
     def jobs(self) -> dict[JobId, tuple[int, JobMetadata]]:
         """Job id -> (tier index, job) of the jobs without a result. For inspection."""

@@ -93,6 +93,7 @@ class TierState:
         may_probe: Whether a step's end may start a probe.
         barred: Keys that are being deleted from the tier.
         deletes: Whether the tier can delete blocks; an external manager cannot.
+        lists: Whether the tier can list its blocks.
         remedies: What helps if the tier fails, for log lines.
     """
 
@@ -133,7 +134,7 @@ class TierState:
         self.event_log = events
         self.effects: list[TierEffect] = []
         self.barred = BarredKeys()
-        self.deletes = False
+        self.deletes = self.lists = False
         self._calls: dict[int, tuple[TierOperation, Callable[[CallEnded], object]]] = {}
         """Management call without an answer -> its operation, and who takes the answer."""
         self._next_call_id = 0
@@ -268,6 +269,7 @@ class TierState:
         operation: TierOperation,
         keys: Sequence[OffloadKey],
         on_end: Callable[[CallEnded], object],
+        cursor: str | None = None,
     ) -> None:
         """Call a method of the tier that is no job; `on_end` gets the answer, exactly once.
 
@@ -279,7 +281,7 @@ class TierState:
             on_end(CallEnded(call_id, operation, error=_closed_error(self.name)))
             return
         self._calls[call_id] = operation, on_end
-        self.effects.append(CallTier(call_id, operation, tuple(keys)))
+        self.effects.append(CallTier(call_id, operation, tuple(keys), cursor))
 
     def finish_request(self, ctx: ReqContext) -> None:
         """Drop the index's state of a request; no jobs follow, but its jobs may still run."""
@@ -408,7 +410,7 @@ class TierState:
         self.counters.refused_keys += opened.counters.refused_keys
         self.medium, self.locality = opened.medium, opened.locality
         self.backpressure, self.remedies = opened.backpressure, opened.remedies
-        self.deletes = opened.deletes
+        self.deletes, self.lists = opened.deletes, opened.lists
         self.is_available = True
 
     def close(self) -> None:

@@ -350,5 +350,5 @@ def _execute(actor: TierActor, effects: Sequence[TierEffect]) -> None:
                 actor.probes.start(generation, keys, chains)
             case TouchBlocks(keys):
                 actor.touch(keys)
-            case CallTier(call_id, operation, keys):
-                actor.call(call_id, operation, keys)
+            case CallTier(call_id, operation, keys, cursor):
+                actor.call(call_id, operation, keys, cursor)

@@ -166,6 +166,33 @@ class TierConformance:
                 expect_rows("load after a restart", harness, dict(enumerate(K[:3])))
 
     @promise(
+        "if capabilities.deletes, a block that delete() does not return is absent, also after a "
+        "restart, and can be stored anew; the others stay."
+    )
+    def test_a_deleted_block_is_gone_until_it_is_stored_anew(self, tier: TierFactory) -> None:
+        with self._open(tier) as harness:
+            if not harness.tier.capabilities.deletes:
+                return
+            harness.store(K[:5])
+            expect("contains(K[0..4])", harness.contains(K[:5]), set(K[:5]))
+            left = harness.run(harness.tier.delete([K[1], K[9], K[3]]))
+            expect("blocks left by delete([K[1], K[9], K[3]])", left, {})
+            found = harness.contains([*K[:5], K[9]])
+            expect("contains(K[0..4, 9]) after it", found, {K[0], K[2], K[4]})
+            missing = {1: BlockMissingError, 3: BlockMissingError}
+            expect_failures("load of K[0..4] after it", harness.load(K[:5]), missing)
+            expect_failures("store of K[1] anew", harness.store([K[1]], [7]), {})
+            expect_failures("load of K[1]", harness.load([K[1]], [8]), {})
+            expect_rows("load of a block stored anew", harness, {8: K[1]})
+            is_persistent = harness.tier.capabilities.persistent
+        with self._open(tier) as harness:
+            kept = {K[0], K[1], K[2], K[4]} if is_persistent else set()
+            announced = harness.announced() & set(K)
+            if harness.tier.capabilities.exclusive:
+                expect("blocks announced by open() after a deletion", announced, kept)
+            expect("contains(K[0..4]) after a restart", harness.contains(K[:5]), kept)
+
+    @promise(
         "the contents of a tier with capabilities.exclusive change only through "
         "one instance: a second one is refused, or has other contents."
     )

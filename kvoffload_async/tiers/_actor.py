@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from kvoffload_async.abc.events import (
     BlockFailures,
@@ -143,6 +143,8 @@ def described(job: JobMetadata) -> str:
     )
 
 
+LISTED_KEYS: Final = 512
+"""Maximum number of keys of a call of `list_keys`."""
 _NO_WORK = (TierUnavailableError, TierBusyError)
 """Errors of blocks that are no evidence of a working tier: it failed, or never began them."""
 _CANCEL_GRACE_S = 0.2
@@ -222,7 +224,7 @@ class TierActor:
         self.probes = Probes(name, tier, env.post, probe_timeout_s, clock)
         """The existence probes of the tier."""
         self._log = JobLog(name, tier.remedies)
-        self._calls: dict[asyncio.Task[tuple[frozenset[OffloadKey], TierError | None]], None] = {}
+        self._calls: dict[asyncio.Task[Any], None] = {}
         """Management calls under way."""
         self._job_end = asyncio.Event()
         """Set when a job ends, for deletions that wait for the jobs on their keys."""
@@ -286,10 +288,16 @@ class TierActor:
             drop_tracebacks(error)
             logger.error("%s: touch failed: %s", self.name, text_of(error))  # noqa: TRY400 - no frames
 
-    def call(self, call_id: int, operation: TierOperation, keys: Sequence[OffloadKey]) -> None:
+    def call(
+        self,
+        call_id: int,
+        operation: TierOperation,
+        keys: Sequence[OffloadKey],
+        cursor: str | None = None,
+    ) -> None:
         """Call a method of the tier that is no job; posts exactly one `CallEnded`."""
-        name = f"{self.name}:{operation}"
-        task = self._loop.create_task(self._call(operation, keys), name=name)
+        call = self._call(operation, keys, cursor)
+        task = self._loop.create_task(call, name=f"{self.name}:{operation}")
         self._calls[task] = None
         task.add_done_callback(partial(self._call_ended, call_id, operation))
 
@@ -342,15 +350,18 @@ class TierActor:
         ]
 
     async def _call(
-        self, operation: TierOperation, keys: Sequence[OffloadKey]
-    ) -> tuple[frozenset[OffloadKey], TierError | None]:
+        self, operation: TierOperation, keys: Sequence[OffloadKey], cursor: str | None
+    ) -> tuple[frozenset[OffloadKey], TierError | None, str | None]:
         """Return the blocks that the tier has, or those that are gone and why others are not."""
         if self._closing:
             raise TierClosedError(f"{self.name} is closed")
         try:
             async with asyncio.timeout(self._io_timeout_s):
                 if operation == "contains":
-                    return frozenset(await guarded(self._tier.contains, keys)), None
+                    return frozenset(await guarded(self._tier.contains, keys)), None, None
+                if operation == "list":
+                    found, cursor = await guarded(self._tier.list_keys, cursor, LISTED_KEYS)
+                    return frozenset(found), None, cursor
                 await self._jobs_ended(frozenset(keys))
                 answer = await guarded(self._tier.delete, keys)
         except TimeoutError:
@@ -362,7 +373,7 @@ class TierActor:
             raise error
         gone = frozenset(key for i, key in enumerate(keys) if i not in failures)
         self._env.announcements.note(gone)
-        return gone, failures[min(failures)] if failures else None
+        return gone, failures[min(failures)] if failures else None, None
 
     async def _jobs_ended(self, keys: frozenset[OffloadKey]) -> None:
         """Wait until no job on these keys is queued or runs; the owner submits no new ones."""
@@ -378,19 +389,20 @@ class TierActor:
         self,
         call_id: int,
         operation: TierOperation,
-        task: asyncio.Task[tuple[frozenset[OffloadKey], TierError | None]],
+        task: asyncio.Task[tuple[frozenset[OffloadKey], TierError | None, str | None]],
     ) -> None:
         del self._calls[task]
         keys: frozenset[OffloadKey] = frozenset()
         error: TierError | None
+        cursor: str | None = None
         if task.cancelled() or task.exception() is not None:
             error = error_of(task)
         else:
-            keys, error = task.result()
+            keys, error, cursor = task.result()
         drop_tracebacks(error)
         if error is not None and not self._closing:
             logger.warning("%s: %s failed: %s", self.name, operation, text_of(error))
-        self._post(CallEnded(call_id, operation, keys, error))
+        self._post(CallEnded(call_id, operation, keys, cursor, error))
 
     async def _close_tier(self, timeout_s: float) -> Exception | None:
         """Close the tier; return a failure instead of raising, so that other tiers are closed."""

@@ -27,9 +27,15 @@ from kvoffload_async.errors import (
     TierTimeoutError,
     Trouble,
 )
+from kvoffload_async.tables.keymap import key_of_cursor
 from kvoffload_async.tiers.files.identity import DirectoryIdentity
 from kvoffload_async.tiers.files.modes import warn_of_others
-from kvoffload_async.tiers.files.ops import FileOps, mapped, unusable, warn_of_capacity
+from kvoffload_async.tiers.files.ops import (
+    FileOps,
+    mapped,
+    unusable,
+    warn_of_capacity,
+)
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.housekeeping import Housekeeping
 from kvoffload_async.tiers.fs.layout import bucket_of
@@ -39,6 +45,7 @@ from kvoffload_async.tiers.fs.operations import LOST_ROOM, LoadFailure, StoreIte
 from kvoffload_async.tiers.fs.settings import WAITS_FOR_DEVICE, FsSettings
 from kvoffload_async.tiers.fs.space import Space, unpin
 from kvoffload_async.tiers.fs.usage import Operation
+from kvoffload_async.tiers.fs.walk import keys_after
 from kvoffload_async.tiers.fs.writers import WriterRegistry
 from kvoffload_async.types import JobMetadata, OffloadKey
 from kvoffload_async.waiting import SerialExecutor
@@ -80,6 +87,7 @@ class FsTier(AsyncTier):
             pins=True,
             discards=True,
             deletes=True,
+            lists=True,
         )
         self.bounds = TierBounds()
         self._settings = settings
@@ -247,6 +255,18 @@ class FsTier(AsyncTier):
                 why = left[key]
                 failures[index] = pinned if why is None else mapped(why)
         return failures
+
+    async def list_keys(
+        self, cursor: str | None, count: int
+    ) -> tuple[Sequence[OffloadKey], str | None]:
+        """Return the next keys in their order; each call reads the folder of a bucket."""
+        after = key_of_cursor(cursor)
+        walk = partial(keys_after, self._ops, self._settings.namespace, after, count)
+        try:
+            keys = await self._opened().io.run(Direction.METADATA, walk)
+        except OSError as error:
+            raise mapped(error) from None
+        return keys, keys[-1].hex() if len(keys) == count else None
 
     async def close(self) -> None:
         """Stop housekeeping, release reservations, and unregister the writer; idempotent."""

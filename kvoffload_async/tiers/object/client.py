@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 import logging
 import os
@@ -300,6 +301,24 @@ class ObjectClient(RemoteClient):
                 is_there = found is not None and found["size"]
                 if found is not None and is_there and not await self._overwrite(name, found, b""):
                     raise
+
+    async def list_keys(
+        self, cursor: str | None, count: int
+    ) -> tuple[list[OffloadKey], str | None]:
+        """Return keys in the order of their objects' names; a cursor is the end of a name."""
+        prefix = f"{self._namespace}/"
+        offset = None if cursor is None else prefix + cursor
+        names: list[str] = []
+        async for some in obstore.list(self._store, prefix, offset=offset, chunk_size=count):
+            names += [meta["path"] for meta in some]
+            if isinstance(self._store, LocalStore):
+                names = heapq.nsmallest(count, names)  # it lists in no order
+            elif len(names) >= count:
+                break
+        names = sorted(names)[:count]
+        keys = [key_of_name(name, self._namespace) for name in names]
+        following = names[-1].removeprefix(prefix) if len(names) == count else None
+        return [key for key in keys if key is not None], following
 
     async def renew(self, keys: Sequence[OffloadKey]) -> None:
         """Rewrite each object, because a lifecycle rule counts its age from the last write.

@@ -278,6 +278,12 @@ class RemoteClient(ABC):
     async def close(self) -> None:
         """Close all connections; may be repeated."""
 
+    async def list_keys(
+        self, cursor: str | None, count: int
+    ) -> tuple[Sequence[OffloadKey], str | None]:
+        """List values, for a tier with `capabilities.lists`; see `AsyncTier.list_keys`."""
+        raise NotImplementedError
+
     def server_of(self, key: OffloadKey) -> Server:
         """Return the server of a key; a failed server does not affect keys on other servers."""
         del key

@@ -32,6 +32,7 @@ from kvoffload_async.errors import (
     TierUnavailableError,
     Trouble,
 )
+from kvoffload_async.tables.keymap import key_of_cursor
 from kvoffload_async.tiers.files.identity import LostDirectoryError
 from kvoffload_async.tiers.files.modes import warn_of_others
 from kvoffload_async.tiers.files.ops import FileOps, mapped, unusable
@@ -188,6 +189,7 @@ class SlabTier(AsyncTier):
         pins=True,
         discards=True,
         deletes=True,
+        lists=True,
     )
 
     def __init__(
@@ -376,6 +378,14 @@ class SlabTier(AsyncTier):
             return {}
         pinned = TierBusyError(f"pinned in {self._settings.root_dir}")
         return {i: pinned for i, key in enumerate(keys) if key in self._pinned}
+
+    async def list_keys(
+        self, cursor: str | None, count: int
+    ) -> tuple[Sequence[OffloadKey], str | None]:
+        """Return keys in the order of the index; a cursor is a key in hexadecimal digits."""
+        after = key_of_cursor(cursor)
+        keys = self._opened().catalog.following(after, count)
+        return keys, keys[-1].hex() if len(keys) == count else None
 
     async def close(self) -> None:
         """Flush the journal, close all files, release the lock; idempotent."""
