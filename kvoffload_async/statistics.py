@@ -39,11 +39,12 @@ have it. `no_room`: a tier has it, but the primary has no room for it, or for a 
 `paused`: a reset is in progress. `expired`: the request was deferred for longer than
 `deferral_timeout_s`."""
 
-SkipReason = Literal["unavailable", "suspended", "filtered", "failed", "too_few"]
+SkipReason = Literal["unavailable", "clearing", "suspended", "filtered", "failed", "too_few"]
 SKIP_REASONS: Final[tuple[SkipReason, ...]] = get_args(SkipReason)
-"""Why a tier was not asked. `unavailable`: not open. `suspended`: its breaker is open. `filtered`:
-excluded by the request's filter. `failed`: a promotion of the block failed for this request before.
-`too_few`: fewer missed blocks than the break-even point."""
+"""Why a tier was not asked. `unavailable`: not open. `clearing`: all its blocks are being deleted.
+`suspended`: its breaker is open. `filtered`: excluded by the request's filter. `failed`: a
+promotion of the block failed for this request before. `too_few`: fewer missed blocks than the
+break-even point."""
 
 DropReason = Literal["evicted", "reset", "closed", "deleted"]
 DROP_REASONS: Final[tuple[DropReason, ...]] = get_args(DropReason)

@@ -57,6 +57,12 @@ class EngineCache:
         deadline_s, keys = self._deadline(timeout_s), self._keys(block_hashes)
         return await self._finish(self._driver.cache.count(keys, places), deadline_s)
 
+    async def clear(self, tiers: Collection[str], timeout_s: float = 30.0) -> CacheReport:
+        """Delete all blocks of tiers; see `CacheManager.clear`. Goes on after the time's end."""
+        self._steps.ensure_open()
+        deadline_s = self._deadline(timeout_s)
+        return await self._finish(self._driver.cache.clear(tiers), deadline_s)
+
     def pin(self, block_hashes: Sequence[bytes], duration_s: float) -> int:
         """Keep readable blocks in the primary for a time; see `CacheManager.pin`."""
         count = self._driver.cache.pin(self._keys(block_hashes), duration_s)

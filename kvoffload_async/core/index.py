@@ -248,6 +248,10 @@ class KeyIndex(ABC):
                 error.
         """
 
+    def following(self, key: OffloadKey | None, count: int) -> list[OffloadKey]:
+        """Return the next keys of an exact index; see `KeyMap.following`."""
+        return []
+
     def deleted(self, keys: Sequence[OffloadKey]) -> None:
         """Record that these blocks were deleted: an answer to an earlier probe is outdated."""
         self.vanished(keys, surely=True)
@@ -337,6 +341,10 @@ class ExactIndex(KeyIndex):
         """Drop the keys if they are surely gone; after a transient error, keep them."""
         if surely:
             self._present.discard(keys)
+
+    def following(self, key: OffloadKey | None, count: int) -> list[OffloadKey]:
+        """Return the next keys; see `KeyMap.following`."""
+        return self._present.following(key, count)
 
     def lacks(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Return the absent keys."""
@@ -650,6 +658,10 @@ class CostGatedIndex(KeyIndex):
     def vanished(self, keys: Sequence[OffloadKey], *, surely: bool) -> None:
         """Record that the tier does not have these blocks any more; see `KeyIndex.vanished`."""
         self._index.vanished(keys, surely=surely)
+
+    def following(self, key: OffloadKey | None, count: int) -> list[OffloadKey]:
+        """Return the next keys of an exact inner index."""
+        return self._index.following(key, count)
 
     def deleted(self, keys: Sequence[OffloadKey]) -> None:
         """Record that these blocks were deleted; see `KeyIndex.deleted`."""

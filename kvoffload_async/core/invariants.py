@@ -17,7 +17,6 @@ from kvoffload_async.errors import InvariantError
 from kvoffload_async.types import (
     ENGINE_REQ_ID,
     JobMetadata,
-    LookupResult,
     OffloadKey,
     block_text,
 )
@@ -48,20 +47,20 @@ class Invariant(Generic[S]):
 
 def tickets_are_true(planner: Planner) -> Iterator[str]:
     """P26: tickets and the queue agree with the requests and with the blocks in the primary."""
-    room, primary = planner.room, planner.primary
-    queue = room.queue
+    queue = planner.room.queue
+    pins = {key: count for key, _, count in planner.primary.resident()}
     for request in {*planner.requests.values(), *queue}:
         name = f"request {request.ctx.req_id!r}"
         if request.is_queued != (request in queue):
             yield f"{name} counts as queued: {request.is_queued}"
         if request.is_queued and request.ticket:
             yield f"{name} is in the queue, but has a ticket"
-        answers = zip(request.ticket, primary.lookup_many(list(request.ticket)), strict=True)
-        states = Counter(answer for _, answer in answers)
-        if states[LookupResult.MISS]:
-            yield f"{states[LookupResult.MISS]} blocks of the ticket of {name} are absent"
-        if states[LookupResult.HIT_PENDING] != request.awaits:
-            yield f"{name} awaits {request.awaits} blocks of its ticket, of {states}"
+        absent = request.ticket.keys() - pins.keys()
+        if absent:
+            yield f"{len(absent)} blocks of the ticket of {name} are absent"
+        num_written = sum(pins.get(key, 0) < 0 for key in request.ticket)
+        if num_written != request.awaits:
+            yield f"{name} awaits {request.awaits} blocks of its ticket, of {num_written}"
         if not request.ticket.keys() <= request.wants.keys():
             yield f"the ticket of {name} names blocks that it does not want"
 

@@ -94,6 +94,7 @@ class TierState:
         barred: Keys that are being deleted from the tier.
         deletes: Whether the tier can delete blocks; an external manager cannot.
         lists: Whether the tier can list its blocks.
+        is_clearing: Whether all blocks of the tier are being deleted: it is not used meanwhile.
         remedies: What helps if the tier fails, for log lines.
     """
 
@@ -134,7 +135,7 @@ class TierState:
         self.event_log = events
         self.effects: list[TierEffect] = []
         self.barred = BarredKeys()
-        self.deletes = self.lists = False
+        self.deletes = self.lists = self.is_clearing = False
         self._calls: dict[int, tuple[TierOperation, Callable[[CallEnded], object]]] = {}
         """Management call without an answer -> its operation, and who takes the answer."""
         self._next_call_id = 0
@@ -161,6 +162,8 @@ class TierState:
         """Return why a request cannot load from this tier now; None if it can."""
         if not self.is_available:
             return "unavailable"
+        if self.is_clearing:
+            return "clearing"
         if not self.health.loads.permits(now_s):
             return "suspended"
         for matcher in ctx.load_tier_filter:
@@ -175,14 +178,19 @@ class TierState:
         return self.backpressure is None or not self.backpressure.drops_store(now_s)
 
     def may_store(self, now_s: float) -> bool:
-        """Return whether the tier is open and its store breaker permits a store."""
-        return self.is_available and self.health.stores.permits(now_s)
+        """Return whether the tier is in use and its store breaker permits a store."""
+        return self.is_in_use and self.health.stores.permits(now_s)
 
     @property
     def wants_blocks(self) -> bool:
         """Whether the tier accepts pending blocks: open, store breaker closed, no overdue copy."""
-        works = self.is_available and self.health.stores.state is BreakerState.CLOSED
+        works = self.is_in_use and self.health.stores.state is BreakerState.CLOSED
         return works and self.takes_slots
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether the tier is open, and not being cleared."""
+        return self.is_available and not self.is_clearing
 
     @property
     def takes_slots(self) -> bool:

@@ -202,6 +202,95 @@ class _Counting(CacheOperation):
             self._errors[name] = text_of(event.error)
 
 
+class _Clearing(CacheOperation):
+    """Deletes all blocks of tiers, which are not used meanwhile."""
+
+    def __init__(self, planner: Planner, places: Mapping[str, int]) -> None:
+        self._planner = planner
+        self._parts = {name: _ClearedTier(planner.tiers[i]) for name, i in places.items()}
+        self._indices = places
+
+    @property
+    def report(self) -> CacheReport:
+        parts = self._parts
+        return CacheReport(
+            operation="clear",
+            done={name: part.num_deleted for name, part in parts.items()},
+            left={name: int(not part.is_empty) for name, part in parts.items()},
+            errors={name: part.error for name, part in parts.items() if part.error},
+        )
+
+    @property
+    def is_done(self) -> bool:
+        return all(part.is_done for part in self._parts.values())
+
+    @property
+    def has_work(self) -> bool:
+        return any(part.has_work for part in self._parts.values())
+
+    def advance(self) -> None:
+        for name, part in self._parts.items():
+            part.tier.is_clearing = not part.is_done
+            if part.has_work:
+                index = [self._indices[name]]
+                part.advance(partial(self._planner.delete, tiers=index, in_primary=False))
+                part.tier.is_clearing = not part.is_done
+
+
+class _ClearedTier:
+    """One tier that is being cleared: its blocks are listed and deleted, page by page."""
+
+    def __init__(self, tier: TierState) -> None:
+        self.tier = tier
+        self.num_deleted = 0
+        self.is_empty = False
+        self.error = ""
+        self._is_asking = False
+        self._cursor: str | None = None
+        self._page: Sequence[OffloadKey] | None = None
+        """The keys to delete next; None: not listed yet."""
+        self._is_last = False
+        self._deletion: Deletion | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the tier is empty, or cannot be listed."""
+        return self.is_empty or bool(self.error)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the next step can continue: no store, listing or deletion is under way."""
+        if self.is_done or self._is_asking or self.tier.cascading_blocks:
+            return False
+        return self._deletion is None or self._deletion.is_done
+
+    def advance(self, delete: Callable[[Sequence[OffloadKey]], Deletion]) -> None:
+        """Delete a page, or ask for the next one; call only if `has_work`."""
+        if self._deletion is not None:
+            self.num_deleted += len(self._deletion.keys)
+            self._deletion = None
+        if self._page is None and self.tier.index.is_exact:
+            self._page = self.tier.index.following(None, KEYS_A_STEP)
+            self._is_last = not self._page
+        if self._page:
+            with suppress(BusyError):  # tried again in the next step
+                self._deletion = delete(self._page)
+                self._page = None
+        elif self._is_last:
+            self.is_empty = True
+        else:
+            self._is_asking = True
+            self.tier.call("list", (), self._listed, self._cursor)
+
+    def _listed(self, event: CallEnded) -> None:
+        self._is_asking = False
+        if event.error is not None:
+            self.error = text_of(event.error)
+            return
+        self._page, self._cursor = tuple(event.keys), event.cursor
+        self._is_last = event.cursor is None
+
+
 class CacheManager:
     """Deletes, counts and pins blocks of a planner's primary and tiers.
 
@@ -257,6 +346,29 @@ class CacheManager:
         require_keys(keys)
         self._limit(keys)
         return self._begin(_Counting(self._planner, tuple(dict.fromkeys(keys)), where))
+
+    def clear(self, tiers: Collection[str]) -> CacheOperation:
+        """Delete all blocks of tiers, of this model and configuration, whoever has stored them.
+
+        The tiers are not used until the operation has ended. A tier whose listing fails is used
+        again, with what it still has.
+
+        Raises:
+            StateError: A name is unknown or the primary's, or a tier cannot delete or list blocks.
+            BusyError: Too many operations.
+        """
+        named = {name: i for name, i in self._find(tiers).items() if i is not None}
+        if len(named) < len(set(tiers)):
+            raise StateError(f"tiers: {PRIMARY!r} is no tier; reset_cache() empties it")
+        for name, index in named.items():
+            tier = self._tier(index)
+            if not (tier.deletes and (tier.lists or tier.index.is_exact)):
+                raise StateError(
+                    f"tiers: {name!r} cannot list and delete its blocks; begin a new generation "
+                    "instead"
+                )
+        self._limit(())
+        return self._begin(_Clearing(self._planner, named))
 
     def pin(self, keys: Sequence[OffloadKey], duration_s: float) -> int:
         """Keep blocks that are readable in the primary for a time, or until `unpin` or a reset.

@@ -192,6 +192,22 @@ class TierConformance:
                 expect("blocks announced by open() after a deletion", announced, kept)
             expect("contains(K[0..4]) after a restart", harness.contains(K[:5]), kept)
 
+    @promise("if capabilities.lists, list_keys() lists every block, page by page.")
+    def test_a_listing_has_every_block(self, tier: TierFactory) -> None:
+        with self._open(tier) as harness:
+            if not harness.tier.capabilities.lists:
+                return
+            harness.store(K[:7])
+            listed: list[OffloadKey] = []
+            cursor: str | None = None
+            for _ in K:
+                keys, cursor = harness.run(harness.tier.list_keys(cursor, 3))
+                expect("whether a page of 3 keys has at most 3", len(keys) <= 3, True)  # noqa: PLR2004
+                listed += keys
+                if cursor is None:
+                    break
+            expect("keys listed after a store of K[0..6]", sorted(listed), sorted(K[:7]))
+
     @promise(
         "the contents of a tier with capabilities.exclusive change only through "
         "one instance: a second one is refused, or has other contents."

@@ -120,7 +120,7 @@ async def test_pinned_blocks_stay_for_their_time():
         assert world.engine.cache.pin(hashes("ab"), 60) == 2
         assert world.engine.cache.pin(hashes("xy"), 60) == 0, "they are not there"
         await turns()
-        await world.put("Z" * 8, "pusher")
+        await world.put("Z" * 6, "pusher")
         assert world.engine.stats().planner.pinned_blocks == 2
         assert await found(world, "ab") == 2
         await jump(61.0)

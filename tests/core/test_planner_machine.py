@@ -246,6 +246,15 @@ class PlannerMachine(RuleBasedStateMachine):
         elif self.world.tiers:
             self.world.delete(keys, [0], in_primary=False)
 
+    @rule(keys=CHAIN, seconds=st.sampled_from([0.0, 1.0, 100.0]))
+    def pin_for_a_time(self, keys, seconds):
+        pins = self.world.planner.pins
+        if not seconds:
+            pins.unpin(keys)
+            return
+        count = pins.pin(keys, self.world.now_s + seconds)
+        assert count <= len(pins) <= self.world.primary.num_slots // 4
+
     @precondition(lambda self: hasattr(self, "world") and self.world.endable_calls())
     @rule(data=st.data(), fails=st.sampled_from([False, False, True]))
     def end_a_call(self, data, fails):

@@ -328,7 +328,7 @@ class World:
         gone = frozenset(key for i, key in enumerate(effect.keys) if i not in failed)
         for key in gone:
             self.tiers[tier].contents.pop(key, None)
-        event = CallEnded(call_id, effect.operation, gone, error if failed else None)
+        event = CallEnded(call_id, effect.operation, gone, error=error if failed else None)
         self.tiers[tier].state.handle(event)
 
     def _expect_deleted_is_gone(self, keys, answers):
@@ -497,6 +497,8 @@ class World:
             for job in (*jobs.unreported(), *late):
                 if not job.is_promotion:
                     waiting.update(job.keys)
+            barred = self.planner.tiers[index].barred
+            waiting = {key for key in waiting if key not in barred}
             self.lost[index] |= self.waiting[index] - waiting - tier.contents.keys()
             self.waiting[index] = waiting
 
