@@ -26,6 +26,7 @@ class Operation(enum.Enum):
     LOAD = enum.auto()
     CONTAINS = enum.auto()
     DELETE = enum.auto()
+    LIST = enum.auto()
     CLOSE = enum.auto()
 
 
@@ -61,6 +62,7 @@ class ScriptedTier(AsyncTier):
         is_open: True between `open` and `close`.
         close_count: Number of calls of `close`.
         touched: Keys passed to `touch`.
+        page: Maximum number of keys of a listing's page.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class ScriptedTier(AsyncTier):
         self.parked: list[ParkedOperation] = []
         self.is_open = False
         self.close_count = 0
+        self.page = 2
         self.touched: list[OffloadKey] = []
         self._open_error = open_error
         self._close_error = close_error
@@ -131,6 +134,16 @@ class ScriptedTier(AsyncTier):
             if index not in failures:
                 self.blocks.pop(key, None)
         return failures
+
+    async def list_keys(
+        self, cursor: str | None, count: int
+    ) -> tuple[Sequence[OffloadKey], str | None]:
+        """Park; then return the next keys, at most `page`."""
+        await self._park(Operation.LIST, (), None)
+        after = bytes.fromhex(cursor or "")
+        keys = sorted(key for key in self.blocks if key > after)
+        page = min(count, self.page)
+        return keys[:page], keys[page - 1].hex() if len(keys) > page else None
 
     async def close(self) -> None:
         """Close without parking, unless `parks_close`."""

@@ -45,7 +45,7 @@ class EngineCache:
             BusyError: Too many operations or blocks.
         """
         deadline_s, keys = self._deadline(timeout_s), self._keys(block_hashes)
-        return await self._finish(self._driver.cache.delete(keys, places), deadline_s)
+        return await self.finish(self._driver.cache.delete(keys, places), deadline_s)
 
     async def count(
         self,
@@ -55,13 +55,21 @@ class EngineCache:
     ) -> CacheReport:
         """Count how many of the blocks each place has; errors as for `delete`."""
         deadline_s, keys = self._deadline(timeout_s), self._keys(block_hashes)
-        return await self._finish(self._driver.cache.count(keys, places), deadline_s)
+        return await self.finish(self._driver.cache.count(keys, places), deadline_s)
+
+    async def list_keys(
+        self, place: str, cursor: str | None = None, timeout_s: float = 30.0
+    ) -> CacheReport:
+        """List some keys of the blocks at one place; see `CacheManager.list_keys`."""
+        self._steps.ensure_open()
+        deadline_s = self._deadline(timeout_s)
+        return await self.finish(self._driver.cache.list_keys(place, cursor), deadline_s)
 
     async def clear(self, tiers: Collection[str], timeout_s: float = 30.0) -> CacheReport:
         """Delete all blocks of tiers; see `CacheManager.clear`. Goes on after the time's end."""
         self._steps.ensure_open()
         deadline_s = self._deadline(timeout_s)
-        return await self._finish(self._driver.cache.clear(tiers), deadline_s)
+        return await self.finish(self._driver.cache.clear(tiers), deadline_s)
 
     def pin(self, block_hashes: Sequence[bytes], duration_s: float) -> int:
         """Keep readable blocks in the primary for a time; see `CacheManager.pin`."""
@@ -87,7 +95,7 @@ class EngineCache:
     def _deadline(self, timeout_s: float) -> float:
         return asyncio.get_running_loop().time() + seconds(timeout_s)
 
-    async def _finish(self, operation: CacheOperation, deadline_s: float) -> CacheReport:
+    async def finish(self, operation: CacheOperation, deadline_s: float) -> CacheReport:
         """Wait until an operation has ended, or for the deadline; return its report."""
         loop = asyncio.get_running_loop()
         self._steps.schedule()

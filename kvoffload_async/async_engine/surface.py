@@ -30,6 +30,7 @@ from kvoffload_async.errors import (
     StateError,
     naming_shortage,
 )
+from kvoffload_async.facade.cache import CacheReport
 from kvoffload_async.facade.driver import PlannerDriver, planner_text
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.runtime.bridge import SameLoopBridge
@@ -542,8 +543,10 @@ class OffloadEngine:
 
     # -- reset and invalidation -----------------------------------------------------------------
 
-    async def reset(self, timeout_s: float | None = None) -> None:
-        """Empty the primary; the secondary tiers keep their blocks.
+    async def reset(
+        self, timeout_s: float | None = None, tiers: Collection[str] = ()
+    ) -> CacheReport | None:
+        """Empty the primary; the secondary tiers keep their blocks, unless they are named.
 
         Loads, stores and promotions wait until the reset is done. Waits for copies to and from the
         device, and for running jobs of the tiers; jobs still running at the deadline are given up.
@@ -551,15 +554,21 @@ class OffloadEngine:
 
         Args:
             timeout_s: Seconds, by default the configuration's `drain_timeout_s`.
+            tiers: Names of the tiers to clear too; see `EngineCache.clear`.
+
+        Returns:
+            The report on the tiers, if any are named; they may not be empty yet at the deadline.
 
         Raises:
+            StateError: A name is unknown, or a tier cannot be cleared; nothing was reset.
             TimeoutError: A copy to or from the device, or another reset, still runs at the
-                deadline; nothing was reset.
+                deadline; the primary was not reset.
         """
         self._require_open()
         limit_s = self._config.drain_timeout_s if timeout_s is None else seconds(timeout_s)
         deadline_s = self._loop.time() + limit_s
         await self._steps.ready(deadline_s)
+        clearing = self._driver.cache.clear(tiers) if tiers else None
         self._steps.resetting = ended = self._loop.create_future()
         planner = self._driver.planner
         planner.promotions_paused = True
@@ -579,6 +588,7 @@ class OffloadEngine:
             planner.reset_flushed()
             self._steps.note_progress()
             self._steps.waiters.wake_all()
+        return None if clearing is None else await self._cache.finish(clearing, deadline_s)
 
     def invalidate(self, generation: int | str) -> None:
         """Start a new key generation after a change of the weights; does not wait.

@@ -437,6 +437,15 @@ class ResidentBlocks:
         refs = self._refs
         return [s for s in self._blocks.find(keys) if s is not None and refs[s] >= 0]
 
+    def following(self, key: OffloadKey | None, count: int) -> list[OffloadKey]:
+        """Return the next keys of readable blocks; at most `count`, fewer only at the end."""
+        found: list[OffloadKey] = []
+        while len(found) < count and (keys := self._blocks.map.following(key, count)):
+            answers = zip(keys, self.lookup_many(keys), strict=True)
+            found += [one for one, answer in answers if answer is _HIT]
+            key = keys[-1]
+        return found[:count]
+
     def resident_slots(self, keys: Sequence[OffloadKey]) -> list[int]:
         """Return the slots of the resident keys, barred ones included, in key order."""
         return [slot for slot in self._blocks.find(keys) if slot is not None]

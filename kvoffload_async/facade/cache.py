@@ -1,4 +1,4 @@
-"""Management of the cached blocks at run time: delete, count, pin, clear a tier.
+"""Management of the cached blocks at run time: delete, count, list, pin, clear a tier.
 
 An operation begins at the end of the step in which it is called, and advances by a bounded number
 of blocks per step. Its places are the primary, `"primary"`, and the tiers, under the names that
@@ -20,7 +20,7 @@ from kvoffload_async.core.pins import MOST_PIN_S
 from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import BusyError, StateError, text_of
-from kvoffload_async.tables.keymap import require_keys
+from kvoffload_async.tables.keymap import key_of_cursor, require_keys
 from kvoffload_async.types import LookupResult, OffloadKey, counted
 from kvoffload_async.waiting import seconds
 
@@ -29,7 +29,7 @@ MOST_OPERATIONS: Final = 64
 """Maximum number of operations under way."""
 _CALLS_AT_ONCE: Final = 2
 
-OperationName = Literal["delete", "count", "clear"]
+OperationName = Literal["delete", "count", "clear", "list"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +38,13 @@ class CacheReport:
 
     Attributes:
         operation: What is done.
-        blocks: Number of blocks that were named; 0 for "clear".
+        blocks: Number of blocks that were named; 0 for "clear" and "list".
         done: Place -> number of blocks that are deleted, or that were found.
         left: Place -> number of blocks that are not deleted yet, or not known; for "clear" 1 while
             the tier may have blocks left.
         errors: Place -> last error there, which explains what is left.
+        keys: For "list": keys of blocks, at most 512.
+        cursor: For "list": where to continue; None at the end.
     """
 
     operation: OperationName
@@ -50,6 +52,8 @@ class CacheReport:
     done: Mapping[str, int] = field(default_factory=dict)
     left: Mapping[str, int] = field(default_factory=dict)
     errors: Mapping[str, str] = field(default_factory=dict)
+    keys: Sequence[OffloadKey] = ()
+    cursor: str | None = None
 
     @property
     def is_complete(self) -> bool:
@@ -202,6 +206,56 @@ class _Counting(CacheOperation):
             self._errors[name] = text_of(event.error)
 
 
+class _Listing(CacheOperation):
+    """Lists a page of the blocks at one place."""
+
+    def __init__(self, planner: Planner, place: str, index: int | None, cursor: str | None) -> None:
+        self._planner = planner
+        self._place = place
+        self._index = index
+        self._cursor = cursor
+        self._is_asked = False
+        self._answer: CallEnded | None = None
+
+    @property
+    def report(self) -> CacheReport:
+        answer = self._answer
+        if answer is None:
+            return CacheReport(operation="list", left={self._place: 1})
+        if answer.error is not None:
+            errors = {self._place: text_of(answer.error)}
+            return CacheReport(operation="list", left={self._place: 1}, errors=errors)
+        keys = sorted(answer.keys)
+        return CacheReport(
+            operation="list", done={self._place: len(keys)}, keys=keys, cursor=answer.cursor
+        )
+
+    @property
+    def is_done(self) -> bool:
+        return self._answer is not None
+
+    @property
+    def has_work(self) -> bool:
+        return not self._is_asked
+
+    def advance(self) -> None:
+        if self._is_asked:
+            return
+        self._is_asked = True
+        if self._index is None:
+            keys = self._planner.primary.following(key_of_cursor(self._cursor), KEYS_A_STEP)
+        elif (tier := self._planner.tiers[self._index]).index.is_exact:
+            keys = tier.index.following(key_of_cursor(self._cursor), KEYS_A_STEP)
+        else:
+            tier.call("list", (), self._answered, self._cursor)
+            return
+        cursor = keys[-1].hex() if len(keys) == KEYS_A_STEP else None
+        self._answered(CallEnded(0, "list", frozenset(keys), cursor))
+
+    def _answered(self, event: CallEnded) -> None:
+        self._answer = event
+
+
 class _Clearing(CacheOperation):
     """Deletes all blocks of tiers, which are not used meanwhile."""
 
@@ -234,7 +288,6 @@ class _Clearing(CacheOperation):
             if part.has_work:
                 index = [self._indices[name]]
                 part.advance(partial(self._planner.delete, tiers=index, in_primary=False))
-                part.tier.is_clearing = not part.is_done
 
 
 class _ClearedTier:
@@ -277,7 +330,7 @@ class _ClearedTier:
                 self._deletion = delete(self._page)
                 self._page = None
         elif self._is_last:
-            self.is_empty = True
+            self.is_empty, self.tier.is_clearing = True, False
         else:
             self._is_asking = True
             self.tier.call("list", (), self._listed, self._cursor)
@@ -285,14 +338,14 @@ class _ClearedTier:
     def _listed(self, event: CallEnded) -> None:
         self._is_asking = False
         if event.error is not None:
-            self.error = text_of(event.error)
+            self.error, self.tier.is_clearing = text_of(event.error), False
             return
         self._page, self._cursor = tuple(event.keys), event.cursor
         self._is_last = event.cursor is None
 
 
 class CacheManager:
-    """Deletes, counts and pins blocks of a planner's primary and tiers.
+    """Deletes, counts, lists and pins blocks of a planner's primary and tiers.
 
     Keys are those of the present generation, made by its `key`. Every method returns at once.
 
@@ -346,6 +399,29 @@ class CacheManager:
         require_keys(keys)
         self._limit(keys)
         return self._begin(_Counting(self._planner, tuple(dict.fromkeys(keys)), where))
+
+    def list_keys(self, place: str, cursor: str | None = None) -> CacheOperation:
+        """List some keys of the blocks at one place, of every generation.
+
+        A block that is there throughout a listing is listed; those that a running deletion names
+        may be.
+
+        Args:
+            place: `"primary"` or a tier.
+            cursor: None to begin, or what the report before has returned.
+
+        Raises:
+            StateError: The place is unknown or cannot list its blocks, or the cursor is not valid.
+            BusyError: Too many operations.
+        """
+        ((name, index),) = self._find([place]).items()
+        is_own = index is None or self._tier(index).index.is_exact
+        if index is not None and not (is_own or self._tier(index).lists):
+            raise StateError(f"place: {name!r} cannot list its blocks; count named ones instead")
+        if is_own:
+            key_of_cursor(cursor)
+        self._limit(())
+        return self._begin(_Listing(self._planner, name, index, cursor))
 
     def clear(self, tiers: Collection[str]) -> CacheOperation:
         """Delete all blocks of tiers, of this model and configuration, whoever has stored them.

@@ -302,10 +302,12 @@ class PlannerDriver:
         For use between a scheduler's steps; blocks. At the deadline the operation goes on.
 
         Raises:
+            ClosedError: The driver is shut down.
             StateError: The tiers share no bridge.
         """
         deadline_s = self._clock() + seconds(timeout_s)
         while True:
+            self._ensure_open()
             self.on_schedule_end()
             left_s = deadline_s - self._clock()
             if operation.is_done or left_s <= 0:
