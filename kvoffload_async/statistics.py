@@ -39,16 +39,18 @@ have it. `no_room`: a tier has it, but the primary has no room for it, or for a 
 `paused`: a reset is in progress. `expired`: the request was deferred for longer than
 `deferral_timeout_s`."""
 
-SkipReason = Literal["unavailable", "suspended", "filtered", "failed", "too_few"]
+SkipReason = Literal["unavailable", "clearing", "suspended", "filtered", "failed", "too_few"]
 SKIP_REASONS: Final[tuple[SkipReason, ...]] = get_args(SkipReason)
-"""Why a tier was not asked. `unavailable`: not open. `suspended`: its breaker is open. `filtered`:
-excluded by the request's filter. `failed`: a promotion of the block failed for this request before.
-`too_few`: fewer missed blocks than the break-even point."""
+"""Why a tier was not asked. `unavailable`: not open. `clearing`: all its blocks are being deleted.
+`suspended`: its breaker is open. `filtered`: excluded by the request's filter. `failed`: a
+promotion of the block failed for this request before. `too_few`: fewer missed blocks than the
+break-even point."""
 
-DropReason = Literal["evicted", "reset", "closed"]
+DropReason = Literal["evicted", "reset", "closed", "deleted"]
 DROP_REASONS: Final[tuple[DropReason, ...]] = get_args(DropReason)
 """Why a block was not stored to a tier. `evicted`: evicted from the primary before the tier had
-room. `reset`: the primary was reset. `closed`: the manager was shut down."""
+room. `reset`: the primary was reset. `closed`: the manager was shut down. `deleted`: the block is
+being deleted."""
 
 OTHER_ERROR: Final = "other"
 """Label for the error classes of third parties."""
@@ -127,6 +129,7 @@ class PrimaryStatistics:
         stored_blocks: Blocks written by requests.
         loaded_blocks: Blocks handed to requests for loading.
         evicted_blocks: Blocks evicted to make room.
+        deleted_blocks: Blocks deleted by `cache.delete`.
         refused_stores: Calls of `prepare_store` that found no room.
         declined_blocks: Blocks that the eviction policy declined to store, as they were worth less
             than those in the cache.
@@ -145,6 +148,7 @@ class PrimaryStatistics:
     stored_blocks: int
     loaded_blocks: int
     evicted_blocks: int
+    deleted_blocks: int
     refused_stores: int
     declined_blocks: int
     used_blocks: int
@@ -232,6 +236,7 @@ class TierStatistics:
         corrupt_blocks: Blocks whose checksum did not match.
         missing_blocks: Blocks to load that the tier did not have.
         evicted_blocks: Blocks whose removal the tier announced.
+        deleted_blocks: Blocks whose deletion the tier has confirmed, present before or not.
         dropped_blocks: Blocks that waited for room in the tier and were dropped, for any reason.
         dropped_bytes: Bytes of `dropped_blocks`.
         dropped: `dropped_blocks` by `DROP_REASONS`.
@@ -287,6 +292,7 @@ class TierStatistics:
     corrupt_blocks: int
     missing_blocks: int
     evicted_blocks: int
+    deleted_blocks: int
     dropped_blocks: int
     dropped_bytes: int
     dropped: Mapping[DropReason, int]
@@ -325,6 +331,7 @@ class PlannerStatistics:
     Attributes:
         requests: Active requests. Gauge.
         retained_blocks: Blocks pinned for waiting requests. Gauge.
+        pinned_blocks: Blocks pinned by `cache.pin`. Gauge.
         lookups: Block lookups, repeated ones included.
         hits: Lookups that found the block readable in the primary.
         pending_hits: Lookups that found the block being written to the primary.
@@ -343,6 +350,7 @@ class PlannerStatistics:
 
     requests: int
     retained_blocks: int
+    pinned_blocks: int
     lookups: int
     hits: int
     pending_hits: int

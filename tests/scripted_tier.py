@@ -25,6 +25,8 @@ class Operation(enum.Enum):
     STORE = enum.auto()
     LOAD = enum.auto()
     CONTAINS = enum.auto()
+    DELETE = enum.auto()
+    LIST = enum.auto()
     CLOSE = enum.auto()
 
 
@@ -60,6 +62,7 @@ class ScriptedTier(AsyncTier):
         is_open: True between `open` and `close`.
         close_count: Number of calls of `close`.
         touched: Keys passed to `touch`.
+        page: Maximum number of keys of a listing's page.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class ScriptedTier(AsyncTier):
         self.parked: list[ParkedOperation] = []
         self.is_open = False
         self.close_count = 0
+        self.page = 2
         self.touched: list[OffloadKey] = []
         self._open_error = open_error
         self._close_error = close_error
@@ -123,6 +127,24 @@ class ScriptedTier(AsyncTier):
         """Park; then return the outcome."""
         return await self._park(Operation.LOAD, job.keys, job)
 
+    async def delete(self, keys: Sequence[OffloadKey]) -> BlockFailures:
+        """Park; then return the outcome. The other blocks are removed."""
+        failures = await self._park(Operation.DELETE, tuple(keys), None)
+        for index, key in enumerate(keys):
+            if index not in failures:
+                self.blocks.pop(key, None)
+        return failures
+
+    async def list_keys(
+        self, cursor: str | None, count: int
+    ) -> tuple[Sequence[OffloadKey], str | None]:
+        """Park; then return the next keys, at most `page`."""
+        await self._park(Operation.LIST, (), None)
+        after = bytes.fromhex(cursor or "")
+        keys = sorted(key for key in self.blocks if key > after)
+        page = min(count, self.page)
+        return keys[:page], keys[page - 1].hex() if len(keys) > page else None
+
     async def close(self) -> None:
         """Close without parking, unless `parks_close`."""
         self.close_count += 1
@@ -157,7 +179,7 @@ class ScriptedTier(AsyncTier):
         elif error is not None:
             parked.future.set_exception(error)
         elif parked.job is None:
-            parked.future.set_result({})
+            parked.future.set_result(dict(failures or {}))
         else:
             parked.future.set_result(self._move(parked, parked.job, dict(failures or {})))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from kvoffload_async.errors import TierError
 from kvoffload_async.tables.keymap import KeyMap
@@ -75,6 +76,30 @@ class AnnouncementRefused:
     num_keys: int
 
 
+TierOperation = Literal["contains", "delete", "list"]
+"""The method of a tier that a management call uses."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallEnded:
+    """A management call of a tier has ended, successfully or not."""
+
+    call_id: int
+    operation: TierOperation
+    keys: frozenset[OffloadKey] = frozenset()
+    """The blocks that are present, or that are gone for good."""
+    cursor: str | None = None
+    """Where a listing continues; None at its end."""
+    error: TierError | None = field(default=None, compare=False)
+    """Why the others are unknown or may still be there; None: there are none."""
+
+
 TierEvent = (
-    JobFinished | JobOverdue | ProbeAnswered | BlocksAppeared | BlocksEvicted | AnnouncementRefused
+    JobFinished
+    | JobOverdue
+    | ProbeAnswered
+    | BlocksAppeared
+    | BlocksEvicted
+    | AnnouncementRefused
+    | CallEnded
 )

@@ -49,6 +49,8 @@ class TierCapabilities:
         probes_prefixes: Probes call `longest_prefixes`, which may be far cheaper than `contains`.
         pins: `pin` keeps blocks from being removed by this process.
         discards: `discard` removes blocks.
+        deletes: `delete` removes blocks and confirms it.
+        lists: `list_keys` lists the blocks.
         announces_removals: Every stored or announced block is eventually announced as evicted when
             it is removed, by whichever process. Consumers of events may then keep metadata of a
             block until its removal. Leave it False for an unbounded tier.
@@ -63,6 +65,8 @@ class TierCapabilities:
     probes_prefixes: bool = False
     pins: bool = False
     discards: bool = False
+    deletes: bool = False
+    lists: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,6 +376,36 @@ class AsyncTier(ABC):
         Must return at once. A block of a running job may stay. Called only if
         `capabilities.discards`.
         """
+
+    async def delete(self, keys: Sequence[OffloadKey]) -> BlockFailures:
+        """Remove distinct blocks for good; return those that may still be there.
+
+        When it returns, the other blocks are absent, whether or not they were before: neither
+        `contains`, `load` nor a later `open` finds them, and no cached answer and no renewal of
+        this instance brings them back. A block that `pin` keeps is a `TierBusyError`. Need not be
+        announced. An exception means that any of the blocks may still be there.
+
+        Guaranteed by the framework: no job on these blocks runs meanwhile, and their absence is
+        recorded. May be cancelled at its deadline. Called only if `capabilities.deletes`.
+        """
+        raise NotImplementedError
+
+    async def list_keys(
+        self, cursor: str | None, count: int
+    ) -> tuple[Sequence[OffloadKey], str | None]:
+        """Return some keys of present blocks, and where to continue; None at the end.
+
+        A block that is present throughout a listing is listed. Called only if `capabilities.lists`.
+
+        Args:
+            cursor: None to begin, or what an earlier call has returned; of any age, also by another
+                instance.
+            count: Maximum number of keys.
+
+        Raises:
+            TierError: The storage cannot be read, or `cursor` is not valid.
+        """
+        raise NotImplementedError
 
     @classmethod
     def from_options(cls, options: Mapping[str, Any], identity: KVIdentity) -> Self:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.abc.transport import Transport, hold_pages
+from kvoffload_async.async_engine.cache import EngineCache
 from kvoffload_async.async_engine.request import EngineRequest, Waiter
 from kvoffload_async.async_engine.steps import Steps, Stores
 from kvoffload_async.async_engine.transfers import EngineBounds, Transfers
@@ -29,6 +30,7 @@ from kvoffload_async.errors import (
     StateError,
     naming_shortage,
 )
+from kvoffload_async.facade.cache import CacheReport
 from kvoffload_async.facade.driver import PlannerDriver, planner_text
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.runtime.bridge import SameLoopBridge
@@ -239,6 +241,7 @@ class OffloadEngine:
             block_bytes=self._config.block_bytes,
         )
         self._stores = Stores(self._driver, self._steps, self._transfers)
+        self._cache = EngineCache(self._driver, self._steps)
         self._is_open = True
         self._is_closed = False
         self._steps.begin(self._driver)
@@ -260,6 +263,16 @@ class OffloadEngine:
     def driver(self) -> PlannerDriver:
         """The driver of the planner and the tiers, for invariant checks and inspection."""
         return self._driver
+
+    @property
+    def cache(self) -> EngineCache:
+        """Deletes, counts and pins cached blocks.
+
+        Raises:
+            ClosedError: The engine has not been opened.
+        """
+        self._require_started()
+        return self._cache
 
     def stats(self) -> EngineStatistics:
         """Return counters and gauges; works on a closed engine too.
@@ -531,8 +544,10 @@ class OffloadEngine:
 
     # -- reset and invalidation -----------------------------------------------------------------
 
-    async def reset(self, timeout_s: float | None = None) -> None:
-        """Empty the primary; the secondary tiers keep their blocks.
+    async def reset(
+        self, timeout_s: float | None = None, tiers: Collection[str] = ()
+    ) -> CacheReport | None:
+        """Empty the primary; the secondary tiers keep their blocks, unless they are named.
 
         Loads, stores and promotions wait until the reset is done. Waits for copies to and from the
         device, and for running jobs of the tiers; jobs still running at the deadline are given up.
@@ -540,15 +555,21 @@ class OffloadEngine:
 
         Args:
             timeout_s: Seconds, by default the configuration's `drain_timeout_s`.
+            tiers: Names of the tiers to clear too; see `EngineCache.clear`.
+
+        Returns:
+            The report on the tiers, if any are named; they may not be empty yet at the deadline.
 
         Raises:
+            StateError: A name is unknown, or a tier cannot be cleared; nothing was reset.
             TimeoutError: A copy to or from the device, or another reset, still runs at the
-                deadline; nothing was reset.
+                deadline; the primary was not reset.
         """
         self._require_open()
         limit_s = self._config.drain_timeout_s if timeout_s is None else seconds(timeout_s)
         deadline_s = self._loop.time() + limit_s
         await self._steps.ready(deadline_s)
+        clearing = self._driver.cache.clear(tiers) if tiers else None
         self._steps.resetting = ended = self._loop.create_future()
         planner = self._driver.planner
         planner.promotions_paused = True
@@ -568,6 +589,7 @@ class OffloadEngine:
             planner.reset_flushed()
             self._steps.note_progress()
             self._steps.waiters.wake_all()
+        return None if clearing is None else await self._cache.finish(clearing, deadline_s)
 
     def invalidate(self, generation: int | str) -> None:
         """Start a new key generation after a change of the weights; does not wait.

@@ -180,6 +180,15 @@ class WriteBackQueue:
             marks[slot] = 0
         return len(lost)
 
+    def drop(self, slots: Iterable[int]) -> int:
+        """Remove blocks to be deleted from the queue; return how many. Copies under way go on."""
+        marks = self._marks
+        dropped = [slot for slot in slots if marks[slot] & _PENDING]
+        self._remove(dropped)
+        for slot in dropped:
+            marks[slot] &= _UNDER_WAY
+        return len(dropped)
+
     def clear(self) -> int:
         """Empty the queue and clear all marks; return how many blocks were pending."""
         lost = self.count
@@ -430,7 +439,9 @@ class Cascades:
             self._decline(index, request.ctx, offered - len(keys) - len(undecided))
             if not keys:
                 return
-        queue = self.queues[index]
+        queue, barred = self.queues[index], self._tiers[index].barred
+        if barred.sets:
+            keys = barred.without(keys)
         taken = keys[:0]
         if not queue.count:  # new blocks must not overtake the pending ones
             room = self._room_to_store(index)
@@ -473,9 +484,18 @@ class Cascades:
         """Queue readable keys for a tier, unless queued or under way; return the number added."""
         if self._is_closed:
             return 0
+        if self._primary.barred.sets or self._tiers[index].barred.sets:
+            keys = self._primary.barred.without(self._tiers[index].barred.without(keys))
         added = self.queues[index].add(self._primary.readable_slots(keys))
         self._watch_evictions()
         return added
+
+    def drop_deleted(self, indices: Iterable[int], slots: Sequence[int]) -> None:
+        """Drop the pending blocks in `slots`, which are being deleted from tiers."""
+        for index in indices:
+            if self.queues[index].count:
+                self._tiers[index].counters.drop("deleted", self.queues[index].drop(slots))
+        self._watch_evictions()
 
     def offer_faster(self, index: int, keys: Sequence[OffloadKey]) -> None:
         """Queue blocks promoted from a tier for the faster tiers that are known to lack them."""
@@ -621,6 +641,8 @@ class Cascades:
         if len(landed) == len(slots):
             queue.ended(slots)
             return
+        if tier.barred.sets:
+            landed = {*landed, *(key for key in job.keys if key in tier.barred)}
         missed = [s for s, key in zip(slots, job.keys, strict=True) if key not in landed]
         if isinstance(error, _FINAL) or self._is_closed:
             queue.ended(slots)

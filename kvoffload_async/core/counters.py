@@ -69,6 +69,7 @@ class PrimaryCounters:
     stored_blocks: int = 0
     loaded_blocks: int = 0
     evicted_blocks: int = 0
+    deleted_blocks: int = 0
     refused_stores: int = 0
     declined_blocks: int = 0
     used_blocks: int = 0
@@ -150,6 +151,7 @@ class TierCounters:
     late_blocks: int = 0
     declined_blocks: int = 0
     failed_store_blocks: int = 0
+    deleted_blocks: int = 0
     prefetched_blocks: int = 0
     unused_prefetched_blocks: int = 0
     skipped_lookups: dict[SkipReason, int] = field(

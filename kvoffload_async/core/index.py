@@ -248,6 +248,14 @@ class KeyIndex(ABC):
                 error.
         """
 
+    def following(self, key: OffloadKey | None, count: int) -> list[OffloadKey]:
+        """Return the next keys of an exact index; see `KeyMap.following`."""
+        return []
+
+    def deleted(self, keys: Sequence[OffloadKey]) -> None:
+        """Record that these blocks were deleted: an answer to an earlier probe is outdated."""
+        self.vanished(keys, surely=True)
+
     @abstractmethod
     def lacks(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Return the keys known to be absent. Starts no probe."""
@@ -334,6 +342,10 @@ class ExactIndex(KeyIndex):
         if surely:
             self._present.discard(keys)
 
+    def following(self, key: OffloadKey | None, count: int) -> list[OffloadKey]:
+        """Return the next keys; see `KeyMap.following`."""
+        return self._present.following(key, count)
+
     def lacks(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Return the absent keys."""
         found = self._present.find(keys)
@@ -384,6 +396,8 @@ class ProbedIndex(KeyIndex):
         self._is_awaited = False
         """Whether a queued key was looked up (answer: RETRY) since the last `tier_suspended`."""
         self._in_flight: dict[int, tuple[OffloadKey, ...]] = {}
+        self._deleted: set[OffloadKey] = set()
+        """Keys of probes in flight that were deleted since."""
         self._generation = 0
 
     def lookup_many(
@@ -422,6 +436,13 @@ class ProbedIndex(KeyIndex):
         """
         self._flip(keys, _ABSENT)
 
+    def deleted(self, keys: Sequence[OffloadKey]) -> None:
+        """Set the cached verdicts to "absent", also those of probes in flight at their end."""
+        if self._in_flight:
+            known = self._known(keys).items()
+            self._deleted.update(key for key, v in known if v % _PHASES == _IN_FLIGHT)
+        self._flip(keys, _ABSENT)
+
     def lacks(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Return the keys with a verdict of absent."""
         known = self._known(keys).items()
@@ -448,6 +469,9 @@ class ProbedIndex(KeyIndex):
     def answered(self, generation: int, present: frozenset[OffloadKey]) -> None:
         """Resolve the keys of a probe; the second answer to a probe is ignored."""
         keys = self._in_flight.pop(generation, ())
+        if self._deleted:
+            present = present - self._deleted
+            self._deleted.difference_update(keys)
         known, phases = self._known(keys), (_ABSENT, _PRESENT)
         verdicts = [v - v % _PHASES + phases[key in present] for key, v in known.items()]
         self._verdicts.update(tuple(known), verdicts)
@@ -634,6 +658,14 @@ class CostGatedIndex(KeyIndex):
     def vanished(self, keys: Sequence[OffloadKey], *, surely: bool) -> None:
         """Record that the tier does not have these blocks any more; see `KeyIndex.vanished`."""
         self._index.vanished(keys, surely=surely)
+
+    def following(self, key: OffloadKey | None, count: int) -> list[OffloadKey]:
+        """Return the next keys of an exact inner index."""
+        return self._index.following(key, count)
+
+    def deleted(self, keys: Sequence[OffloadKey]) -> None:
+        """Record that these blocks were deleted; see `KeyIndex.deleted`."""
+        self._index.deleted(keys)
 
     def lacks(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Return the keys known to be absent."""

@@ -17,7 +17,6 @@ from kvoffload_async.errors import InvariantError
 from kvoffload_async.types import (
     ENGINE_REQ_ID,
     JobMetadata,
-    LookupResult,
     OffloadKey,
     block_text,
 )
@@ -30,7 +29,7 @@ class Invariant(Generic[S]):
     """A condition that always holds.
 
     Attributes:
-        name: Its identifier, P1 to P26.
+        name: Its identifier, P1 to P27.
         statement: The condition.
         violations: Returns a text for each violation.
     """
@@ -48,20 +47,20 @@ class Invariant(Generic[S]):
 
 def tickets_are_true(planner: Planner) -> Iterator[str]:
     """P26: tickets and the queue agree with the requests and with the blocks in the primary."""
-    room, primary = planner.room, planner.primary
-    queue = room.queue
+    queue = planner.room.queue
+    pins = {key: count for key, _, count in planner.primary.resident()}
     for request in {*planner.requests.values(), *queue}:
         name = f"request {request.ctx.req_id!r}"
         if request.is_queued != (request in queue):
             yield f"{name} counts as queued: {request.is_queued}"
         if request.is_queued and request.ticket:
             yield f"{name} is in the queue, but has a ticket"
-        answers = zip(request.ticket, primary.lookup_many(list(request.ticket)), strict=True)
-        states = Counter(answer for _, answer in answers)
-        if states[LookupResult.MISS]:
-            yield f"{states[LookupResult.MISS]} blocks of the ticket of {name} are absent"
-        if states[LookupResult.HIT_PENDING] != request.awaits:
-            yield f"{name} awaits {request.awaits} blocks of its ticket, of {states}"
+        absent = request.ticket.keys() - pins.keys()
+        if absent:
+            yield f"{len(absent)} blocks of the ticket of {name} are absent"
+        num_written = sum(pins.get(key, 0) < 0 for key in request.ticket)
+        if num_written != request.awaits:
+            yield f"{name} awaits {request.awaits} blocks of its ticket, of {num_written}"
         if not request.ticket.keys() <= request.wants.keys():
             yield f"the ticket of {name} names blocks that it does not want"
 
@@ -163,6 +162,8 @@ def promotions_are_single_and_bounded(planner: Planner) -> Iterator[str]:
     tickets = {key for request in planner.requests.values() for key in request.ticket}
     if len(tickets) != room.named_blocks or room.named != len(tickets | in_flight):
         yield f"{room.named} slots are named, not {len(tickets | in_flight)}"
+    if len(planner.pins) > planner.pins.most or planner.primary.num_kept != len(planner.pins):
+        yield f"{len(planner.pins)} blocks are pinned, at most {planner.pins.most} may be"
     if room.named > planner.primary.num_slots - room.reserved:
         yield f"{room.named} slots are named, and {room.reserved} reserved for stores"
 
@@ -236,11 +237,24 @@ def pending_work_is_known(planner: Planner) -> Iterator[str]:
         and planner.room.room_to_store(i)
         and not cascades.queues[i].is_shut
     ]
-    if planner.has_pending_work != bool(planner.jobs or parked or takers):
+    deletes = planner.deletions.has_work
+    if planner.has_pending_work != bool(planner.jobs or parked or takers or deletes):
         yield (
             f"has_pending_work is {planner.has_pending_work} with {len(planner.jobs)} jobs, "
-            f"parked keys of {parked} and blocks pending for {takers}"
+            f"parked keys of {parked}, blocks pending for {takers}, blocks to delete: {deletes}"
         )
+
+
+def deleted_blocks_are_barred(planner: Planner) -> Iterator[str]:
+    """P27: exactly the keys of the deletions under way are barred."""
+    running = planner.deletions.running
+    barred = [("the primary", planner.primary.barred, [each.in_primary for each in running])]
+    for index, tier in enumerate(planner.tiers):
+        barred.append((tier.name, tier.barred, [index in each.left for each in running]))
+    for name, keys, is_named in barred:
+        named = [each.keys for each, there in zip(running, is_named, strict=True) if there]
+        if Counter(map(id, named)) != Counter(map(id, keys.sets)):
+            yield f"{len(keys.sets)} deletions bar keys of {name}, not {len(named)}"
 
 
 def what_is_pending_is_readable(planner: Planner) -> Iterator[str]:
@@ -279,6 +293,7 @@ def _pins(planner: Planner, pins: dict[OffloadKey, int]) -> Iterator[str]:
         {key for request in planner.requests.values() for key in request.ticket if key in pins}
     )
     reasons.update(planner.room.guarded)
+    reasons.update(key for key in pins if key in planner.pins)
     for key in pins.keys() | reasons.keys():
         if pins.get(key, 0) != reasons[key]:
             yield f"{block_text(key)} has {pins.get(key, 0)} pins for {reasons[key]} reasons"
@@ -383,6 +398,7 @@ STATE_INVARIANTS: tuple[Invariant[Planner], ...] = (
         "order, and goes to it as soon as there is room",
         what_is_pending_is_readable,
     ),
+    Invariant("P27", "exactly what deletions under way name is barred", deleted_blocks_are_barred),
     Invariant("P24", "counters of parts add up to that of the whole", counters_add_up),
     Invariant(
         "P25",

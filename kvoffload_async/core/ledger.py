@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvoffload_async.abc.events import JobFinished, JobOverdue
+from kvoffload_async.abc.events import JobFinished, JobOverdue, TierOperation
 from kvoffload_async.errors import IllegalTransitionError, StateError
 from kvoffload_async.types import JobId, JobMetadata, JobResult, OffloadKey, ReqContext
 
@@ -48,7 +48,18 @@ class TouchBlocks:
     """The request to pass to an external manager."""
 
 
-TierEffect = StartJob | StartProbe | TouchBlocks
+@dataclass(frozen=True, slots=True)
+class CallTier:
+    """Call a method of the tier that is no job; a `CallEnded` answers."""
+
+    call_id: int
+    operation: TierOperation
+    keys: tuple[OffloadKey, ...] = ()
+    cursor: str | None = None
+    """Where a listing continues; None: at its begin."""
+
+
+TierEffect = StartJob | StartProbe | TouchBlocks | CallTier
 
 
 class JobState(enum.Enum):

@@ -13,7 +13,9 @@ from typing import Final, NamedTuple
 
 from kvoffload_async.core.cascades import Cascades, EngineContext, Touches
 from kvoffload_async.core.counters import Figures, FigureSet, PlannerCounters
+from kvoffload_async.core.deletions import Deletion, Deletions
 from kvoffload_async.core.ledger import JobRecord
+from kvoffload_async.core.pins import Pins
 from kvoffload_async.core.prefetch import Prefetch, Prompt
 from kvoffload_async.core.primary import PRIMARY_FIGURES, Primary
 from kvoffload_async.core.requests import RequestState
@@ -94,6 +96,8 @@ class Planner:
             self.own,
             partial(self._submit, is_promotion=False),
         )
+        self.pins = Pins(primary, self.room)
+        self.deletions = Deletions(primary, self.tiers, self.cascades, self.room, self.pins)
         self._touches = Touches(self.tiers, self.cascades, self.own)
         self._asking: RequestState | None = None
         self._ahead: dict[OffloadKey, Verdict] = {}
@@ -258,6 +262,8 @@ class Planner:
         request = self._live_request(ctx)
         require_keys(keys)
         self._proceed(request)
+        if self.primary.barred.sets:
+            keys = self.primary.barred.without(keys)
         if len(keys) > self.primary.pool.unused.count:
             self.room.give_way(len(keys))
             self.room.guard_hits()
@@ -282,7 +288,14 @@ class Planner:
         success: bool,
         generation: int | None = None,
     ) -> None:
-        """End the write of keys that `prepare_store` granted; on success they cascade."""
+        """End the write of keys that `prepare_store` granted; on success they cascade.
+
+        Blocks that are being deleted are dropped.
+        """
+        if success and self.primary.barred.sets:
+            barred = [key for key in keys if key in self.primary.barred]
+            Planner.complete_store(self, barred, ctx, success=False, generation=generation)
+            keys = self.primary.barred.without(keys)
         written = self.primary.complete_store(ctx, keys, success=success, generation=generation)
         request = self.requests.get(ctx)
         if success:
@@ -297,6 +310,25 @@ class Planner:
         request.writing.difference_update(written)
         if request.is_finished:
             self._end_if_done(request)
+
+    def delete(
+        self, keys: Iterable[OffloadKey], tiers: Collection[int], *, in_primary: bool = True
+    ) -> Deletion:
+        """Begin to delete blocks, between steps; no later lookup finds them at these places.
+
+        Args:
+            keys: The keys.
+            tiers: Indices of the tiers.
+            in_primary: Whether to delete them from the primary too.
+
+        Raises:
+            BusyError: See `Deletions.begin`.
+            StateError: A key has the wrong length.
+        """
+        deletion = Deletion(keys, tiers, in_primary=in_primary)
+        require_keys(deletion.keys)
+        self.deletions.begin(deletion)
+        return deletion
 
     def touch(self, keys: Sequence[OffloadKey], ctx: ReqContext) -> None:
         """Record a use of blocks, for eviction policies and tiers."""
@@ -342,6 +374,9 @@ class Planner:
             self.search.end_step(self.now_s)
         self._asking = None
         gave_up = self.room.end_step()
+        if self.pins or self.deletions.running:
+            self.pins.end_step(self.now_s)
+            self.deletions.serve(self.requests.values(), self.now_s)
         if self.prefetcher.queued and not self.promotions_paused:
             self.prefetcher.serve(self.now_s)
         self.cascades.send_pending(self.now_s)
@@ -350,8 +385,21 @@ class Planner:
 
     @property
     def has_pending_work(self) -> bool:
-        """Whether a job has no result yet, or a block waits to cascade and its tier can take it."""
-        return self.counters.jobs_submitted != self.counters.job_results or self.cascades.has_work
+        """Whether a job has no result yet, or a step can submit a block or delete some."""
+        if self.counters.jobs_submitted != self.counters.job_results or self.cascades.has_work:
+            return True
+        return self.deletions.has_work
+
+    def wakes_in_s(self) -> float:
+        """Return the seconds until a step has work even without an event; inf if never."""
+        now_s = self.now_s
+        return min(
+            self.cascades.wakes_in_s(now_s),
+            self.room.wakes_in_s(),
+            self.prefetcher.wakes_in_s(),
+            self.deletions.wakes_in_s(now_s),
+            self.pins.wakes_in_s(now_s),
+        )
 
     @property
     def jobs(self) -> dict[JobId, tuple[int, JobMetadata]]:
@@ -392,6 +440,7 @@ class Planner:
             raise StateError(f"a reset with {len(jobs)} jobs in flight: drain the tiers first")
         self.room.reset()
         self.prefetcher.reset()
+        self.pins.reset()
         self.cascades.forget()
         reading = [record for record in self.orphaned.values() if not record.holds_slots]
         for record in reading:
@@ -418,6 +467,7 @@ class Planner:
         """Drop pending cascades, and end the engine's own request; idempotent."""
         parked = list(self.cascades.parking.values())
         self.cascades.close()
+        self.deletions.close()
         for request in parked:
             self._end_if_done(request)
         self.own.close()
@@ -436,6 +486,8 @@ class Planner:
         good = frozenset(job.keys) if result.success else result.successful_keys or frozenset()
         if result.orphaned:
             good = frozenset()  # the copy still runs, so no block is complete yet
+        if self.primary.barred.sets:
+            good = frozenset(key for key in good if key not in self.primary.barred)
         landed = [key for key in job.keys if key in good]
         failed = [key for key in job.keys if key not in good]
         request, prefetches = self.requests.get(job.req_context), self.tiers[index].prefetches
@@ -683,6 +735,8 @@ class Planner:
 
 
 PLANNER_FIGURES: Final = FigureSet(
-    PlannerCounters, {"retained_blocks": "room.named_blocks"}, "requests"
+    PlannerCounters,
+    {"retained_blocks": "room.named_blocks", "pinned_blocks": "primary.num_kept"},
+    "requests",
 )
 """Copies the figures of a `Planner`, with the number of its requests."""

@@ -32,6 +32,7 @@ from kvoffload_async.core.admission import (
     prefix_test,
     those_before,
 )
+from kvoffload_async.core.barred import BarredKeys
 from kvoffload_async.core.counters import Figures, FigureSet, PrimaryCounters
 from kvoffload_async.core.eventlog import Change, EventLog
 from kvoffload_async.core.index import OnResolved
@@ -319,6 +320,8 @@ class ResidentBlocks:
             from stores. After a store that found no room, its increase is the maximum number of
             blocks for which there may be room now.
         counters: Counts of loads, stores, evictions and lookups.
+        barred: Keys that are being deleted: they are absent for every lookup.
+        num_kept: Number of blocks that users pin; set by `Pins`.
     """
 
     decided: OnResolved | None = None
@@ -327,6 +330,8 @@ class ResidentBlocks:
     def __init__(self, num_slots: int, policy: CachePolicy) -> None:
         """Start without blocks; takes ownership of the policy."""
         self.room_made = 0
+        self.barred = BarredKeys()
+        self.num_kept = 0
         self.policy = policy
         self._blocks = KeyTable(num_slots)
         self._parts = self._blocks.map.parts
@@ -349,7 +354,7 @@ class ResidentBlocks:
             slot = self._parts[key[0] + key[LAST_HASH_BYTE]].get(key)
         except IndexError:
             raise too_short([key]) from None
-        if slot is None:
+        if slot is None or (self.barred.sets and key in self.barred):
             return _MISS
         return _HIT if self._refs[slot] >= 0 else _PENDING
 
@@ -362,6 +367,11 @@ class ResidentBlocks:
                 answers.append(_MISS)
             else:
                 answers.append(_HIT if refs[slot] >= 0 else _PENDING)
+        if self.barred.sets:
+            answers = [
+                _MISS if key in self.barred else answer
+                for key, answer in zip(keys, answers, strict=True)
+            ]
         return answers
 
     def pin(self, keys: Sequence[OffloadKey]) -> list[int]:
@@ -427,6 +437,19 @@ class ResidentBlocks:
         """Return the slots of the readable keys, in key order."""
         refs = self._refs
         return [s for s in self._blocks.find(keys) if s is not None and refs[s] >= 0]
+
+    def following(self, key: OffloadKey | None, count: int) -> list[OffloadKey]:
+        """Return the next keys of readable blocks; at most `count`, fewer only at the end."""
+        found: list[OffloadKey] = []
+        while len(found) < count and (keys := self._blocks.map.following(key, count)):
+            answers = zip(keys, self.lookup_many(keys), strict=True)
+            found += [one for one, answer in answers if answer is _HIT]
+            key = keys[-1]
+        return found[:count]
+
+    def resident_slots(self, keys: Sequence[OffloadKey]) -> list[int]:
+        """Return the slots of the resident keys, barred ones included, in key order."""
+        return [slot for slot in self._blocks.find(keys) if slot is not None]
 
     def keys_of(self, slots: Sequence[int]) -> list[OffloadKey]:
         """Return the keys of the blocks in occupied slots."""
@@ -869,6 +892,30 @@ class Primary(ResidentBlocks):
         self._forget(keys, slots)
         self.pool.hold(slots)
         return slots
+
+    def delete(self, keys: Sequence[OffloadKey]) -> tuple[int, list[OffloadKey]]:
+        """Remove blocks that are neither pinned nor protected nor being written.
+
+        Returns:
+            The number of removed blocks, and the keys of the resident ones that stay.
+        """
+        refs = self._refs
+        slots: list[int] = []
+        in_use: list[OffloadKey] = []
+        for key, slot in zip(keys, self._blocks.find(keys), strict=True):
+            if slot is not None and refs[slot]:
+                in_use.append(key)
+            elif slot is not None:
+                slots.append(slot)
+        if slots:
+            self.policy.discard(slots)
+            gone = self._blocks.remove(slots)
+            self.pool.free(slots)
+            self._idle -= len(slots)
+            self.room_made += len(slots)
+            self.counters.deleted_blocks += len(slots)
+            self.event_log.add(gone, removed=True)
+        return len(slots), in_use
 
     def release_slots(self, slots: Sequence[int]) -> None:
         """Undo one hold of each slot, when a copy has ended; without holds, a slot is free."""

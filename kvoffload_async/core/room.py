@@ -8,7 +8,8 @@ promotions in flight name together, a block that several name counting once. At 
 
 A slot is in one state: *free*; *being written*, by a promotion or by a store; *resident*; or
 *gone*: it belongs to no block, but a copy that was given up may still touch it, and it is free when
-that copy ends. B is less by the slots that are gone. Each copy that reads a resident block pins it
+that copy ends. B is less by the slots that are gone, and by the blocks that users pin, at most a
+quarter of the slots. Each copy that reads a resident block pins it
 (a load to the device, a copy to a tier), and all tickets that name it pin it once. A pinned block
 is never evicted. A block that is *pending* for a tier that works is not evicted with `write_back:
 "wait"`, and with `"drop"` only when no others are left.
@@ -76,6 +77,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from itertools import islice
 from typing import Final
 
@@ -178,8 +180,8 @@ class Room:
     @property
     def budget(self) -> int:
         """Slots that tickets and promotions in flight may name together."""
-        pool = self._primary.pool
-        return max(0, pool.num_slots - self.reserved - len(pool.holds))
+        pool, num_kept = self._primary.pool, self._primary.num_kept
+        return max(0, pool.num_slots - self.reserved - len(pool.holds) - num_kept)
 
     @property
     def named(self) -> int:
@@ -400,6 +402,18 @@ class Room:
                 request.failed.update((tier, key) for key in named if key in absent)
             (elsewhere,) = self._find([named[first]], request)
             self._release(request, named[first:] if elsewhere is None else named)
+            if request.ticket and not request.awaits:
+                self._note_landed(request)
+            self._notify(request)
+
+    def cut(self, holders: Iterable[RequestState], keys: AbstractSet[OffloadKey]) -> None:
+        """End tickets before the first of blocks that are being deleted."""
+        for request in holders:
+            if request.ticket.keys().isdisjoint(keys):
+                continue
+            named = list(request.ticket)
+            first = next(index for index, key in enumerate(named) if key in keys)
+            self._release(request, named[first:])
             if request.ticket and not request.awaits:
                 self._note_landed(request)
             self._notify(request)

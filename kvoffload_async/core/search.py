@@ -80,6 +80,8 @@ class TierSearch:
         last = len(self._tiers) - 1
         for index, tier in enumerate(self._tiers):
             asked = self._unfound(tier, request, verdicts) if index else list(verdicts)
+            if tier.barred.sets:
+                asked = tier.barred.without(asked)
             if asked and (self._skipped[index] is not None or request.failed):
                 asked = self._leave_skipped(index, asked, request, verdicts)
             if asked:
@@ -107,6 +109,8 @@ class TierSearch:
             if _skips(tier, request.ctx, now_s, is_early=is_early) is not None:
                 continue
             rest = [key for key in keys if found[key] is None]
+            if tier.barred.sets:
+                rest = tier.barred.without(rest)
             for key, answer in zip(rest, tier.index.peek(rest), strict=True):
                 if answer is _HIT and (index, key) not in request.failed:
                     found[key] = index
@@ -219,8 +223,9 @@ def _ask_nearer(
     for tier in tiers:
         if _skips(tier, ctx, now_s) is not None:
             continue
+        barred = tier.barred
         for number, known in enumerate(tier.index.peek(keys)):
-            if known is not _MISS and answers[number] is not _HIT:
+            if known is not _MISS and answers[number] is not _HIT and keys[number] not in barred:
                 answers[number] = known
     return answers
 

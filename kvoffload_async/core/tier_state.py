@@ -13,17 +13,21 @@ from kvoffload_async.abc.events import (
     AnnouncementRefused,
     BlocksAppeared,
     BlocksEvicted,
+    CallEnded,
     JobFinished,
     JobOverdue,
     ProbeAnswered,
     TierEvent,
+    TierOperation,
 )
 from kvoffload_async.core.backpressure import Backpressure
+from kvoffload_async.core.barred import BarredKeys
 from kvoffload_async.core.counters import Figures, FigureSet, TierCounters
 from kvoffload_async.core.eventlog import Change, EventLog
 from kvoffload_async.core.health import BreakerSettings, BreakerState, TierHealth
 from kvoffload_async.core.index import BreakEven, CostGatedIndex, KeyIndex
 from kvoffload_async.core.ledger import (
+    CallTier,
     JobAbandoned,
     JobState,
     Launched,
@@ -87,6 +91,10 @@ class TierState:
         prefetches: Jobs without a collected result that promote ahead of lookups: their failure
             is no evidence against the tier.
         may_probe: Whether a step's end may start a probe.
+        barred: Keys that are being deleted from the tier.
+        deletes: Whether the tier can delete blocks; an external manager cannot.
+        lists: Whether the tier can list its blocks.
+        is_clearing: Whether all blocks of the tier are being deleted: it is not used meanwhile.
         remedies: What helps if the tier fails, for log lines.
     """
 
@@ -126,6 +134,11 @@ class TierState:
         self.counters = TierCounters()
         self.event_log = events
         self.effects: list[TierEffect] = []
+        self.barred = BarredKeys()
+        self.deletes = self.lists = self.is_clearing = False
+        self._calls: dict[int, tuple[TierOperation, Callable[[CallEnded], object]]] = {}
+        """Management call without an answer -> its operation, and who takes the answer."""
+        self._next_call_id = 0
         self.is_available = True
         self._closed = False
         self.is_silent = False
@@ -149,6 +162,8 @@ class TierState:
         """Return why a request cannot load from this tier now; None if it can."""
         if not self.is_available:
             return "unavailable"
+        if self.is_clearing:
+            return "clearing"
         if not self.health.loads.permits(now_s):
             return "suspended"
         for matcher in ctx.load_tier_filter:
@@ -163,14 +178,19 @@ class TierState:
         return self.backpressure is None or not self.backpressure.drops_store(now_s)
 
     def may_store(self, now_s: float) -> bool:
-        """Return whether the tier is open and its store breaker permits a store."""
-        return self.is_available and self.health.stores.permits(now_s)
+        """Return whether the tier is in use and its store breaker permits a store."""
+        return self.is_in_use and self.health.stores.permits(now_s)
 
     @property
     def wants_blocks(self) -> bool:
         """Whether the tier accepts pending blocks: open, store breaker closed, no overdue copy."""
-        works = self.is_available and self.health.stores.state is BreakerState.CLOSED
+        works = self.is_in_use and self.health.stores.state is BreakerState.CLOSED
         return works and self.takes_slots
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether the tier is open, and not being cleared."""
+        return self.is_available and not self.is_clearing
 
     @property
     def takes_slots(self) -> bool:
@@ -196,7 +216,9 @@ class TierState:
 
         Probes of a closed tier do not count: they may never have been started.
         """
-        return bool(self.jobs.unreported_count or (self._waits_for_probes and not self._closed))
+        if self.jobs.unreported_count or self._calls:
+            return True
+        return self._waits_for_probes and not self._closed
 
     # -- notifications from the planner ---------------------------------------------------------
 
@@ -249,6 +271,25 @@ class TierState:
         """Forward a use of blocks to the tier, if it is open."""
         if keys and self.is_available:
             self.effects.append(TouchBlocks(tuple(keys), ctx))
+
+    def call(
+        self,
+        operation: TierOperation,
+        keys: Sequence[OffloadKey],
+        on_end: Callable[[CallEnded], object],
+        cursor: str | None = None,
+    ) -> None:
+        """Call a method of the tier that is no job; `on_end` gets the answer, exactly once.
+
+        At once if the tier is closed, otherwise with the tier's events; `delete` is called after
+        all jobs on its keys that were submitted before.
+        """
+        call_id, self._next_call_id = self._next_call_id, self._next_call_id + 1
+        if self._closed:
+            on_end(CallEnded(call_id, operation, error=_closed_error(self.name)))
+            return
+        self._calls[call_id] = operation, on_end
+        self.effects.append(CallTier(call_id, operation, tuple(keys), cursor))
 
     def finish_request(self, ctx: ReqContext) -> None:
         """Drop the index's state of a request; no jobs follow, but its jobs may still run."""
@@ -306,8 +347,10 @@ class TierState:
                 self.counters.evicted_blocks += len(event.keys)
                 self.index.vanished(event.keys, surely=True)
                 self.event_log.add(event.keys, Change.REMOVED)
-            case AnnouncementRefused():  # pragma: no branch - no other event exists
+            case AnnouncementRefused():
                 self.counters.refused_keys += event.num_keys
+            case CallEnded():  # pragma: no branch - no other event exists
+                self._call_ended(event)
 
     def take_events(self, max_keys: int | None = None) -> Iterator[OffloadingEvent]:
         """Remove and return events of added and removed blocks; see `EventLog.take`."""
@@ -375,6 +418,7 @@ class TierState:
         self.counters.refused_keys += opened.counters.refused_keys
         self.medium, self.locality = opened.medium, opened.locality
         self.backpressure, self.remedies = opened.backpressure, opened.remedies
+        self.deletes, self.lists = opened.deletes, opened.lists
         self.is_available = True
 
     def close(self) -> None:
@@ -383,6 +427,8 @@ class TierState:
         self.is_available = False
         self.effects.clear()
         self._abandon(JobState.QUEUED)
+        for call_id, (operation, _) in tuple(self._calls.items()):
+            self._call_ended(CallEnded(call_id, operation, error=_closed_error(self.name)))
 
     def abandon_rest(self) -> list[JobId]:
         """Fail all jobs without a result; return the ids of jobs whose copies still run."""
@@ -391,6 +437,16 @@ class TierState:
         return self.jobs.ids_in(JobState.ORPHANED)
 
     # -- internal -------------------------------------------------------------------------------
+
+    def _call_ended(self, event: CallEnded) -> None:
+        _, on_end = self._calls.pop(event.call_id, (None, None))
+        if event.operation == "delete" and event.keys:
+            gone = tuple(event.keys)
+            self.counters.deleted_blocks += len(gone)
+            self.index.deleted(gone)
+            self.event_log.add(gone, removed=True)
+        if on_end is not None:  # unless the tier was closed meanwhile
+            on_end(event)
 
     def _finish(self, event: JobFinished) -> None:
         job = self.jobs.handle(event)
@@ -469,6 +525,10 @@ class TierState:
             self.promotion_slots -= len(job.keys)
         else:
             self.cascading_blocks -= len(job.keys)
+
+
+def _closed_error(name: str) -> TierClosedError:
+    return TierClosedError(f"tier {name} is closed")
 
 
 TIER_FIGURES: Final = FigureSet(

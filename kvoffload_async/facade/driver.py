@@ -23,6 +23,7 @@ from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.primary import read_primary
 from kvoffload_async.core.recorder import RecordingPlanner, RequestRecorder
 from kvoffload_async.errors import ClosedError, ConfigError, OffloadError, StateError, text_of
+from kvoffload_async.facade.cache import CacheManager, CacheOperation, CacheReport
 from kvoffload_async.facade.generation import Generation
 from kvoffload_async.facade.primary import (
     CPUPrimaryTierOffloadingManager,
@@ -75,6 +76,7 @@ class PlannerDriver:
 
     Attributes:
         planner: Decides on all transfers.
+        cache: Deletes, counts and pins cached blocks.
         recorder: Records the timelines of the last `explain_requests` requests; None: it is off.
         generation: Creates the blocks' keys. Read it once when a request begins, and use it for
             all keys of that request.
@@ -138,6 +140,7 @@ class PlannerDriver:
             self.planner = RecordingPlanner(*parts, self.recorder, clock)
         if any(capacity is not None for capacity in reuse_capacities):
             self.planner.cascades.admission = create_admission(primary.core, reuse_capacities)
+        self.cache = CacheManager(self.planner, clock)
         self._losses = LossWarnings(self.planner, clock())
         self._step_seconds = Histogram()
         """Seconds per step that `begin_step` and `on_schedule_end` take on the owner's thread."""
@@ -218,6 +221,7 @@ class PlannerDriver:
             self.planner.begin_step(began_s)
             self._tiers.collect(self.planner)
         self._polled_this_step = self._polled_for_stores = False
+        self.cache.end_step()
         self.planner.end_step(() if context is None else context.new_req_ids)
         self._losses.check(self.planner.now_s)
         self._tiers.end_step(self.planner, context)
@@ -264,7 +268,7 @@ class PlannerDriver:
 
     def has_pending_work(self) -> bool:
         planner, links = self.planner, self._tiers.links.values()
-        if planner.has_pending_work or planner.primary.event_log.is_behind:
+        if planner.has_pending_work or planner.primary.event_log.is_behind or self.cache.has_work:
             return True
         return any(link.has_pending_work() for link in links)
 
@@ -309,13 +313,34 @@ class PlannerDriver:
                 return True  # repeat lookups that returned RETRY: some answers have changed
         return self._bridge.wait_for_progress(seconds(timeout_s))
 
+    def finish(self, operation: CacheOperation, timeout_s: float) -> CacheReport:
+        """Make steps until an operation of `cache` has ended, at most `timeout_s` seconds.
+
+        For use between a scheduler's steps; blocks. At the deadline the operation goes on.
+
+        Raises:
+            ClosedError: The driver is shut down.
+            StateError: The tiers share no bridge.
+        """
+        deadline_s = self._clock() + seconds(timeout_s)
+        while True:
+            self._ensure_open()
+            self.on_schedule_end()
+            left_s = deadline_s - self._clock()
+            if operation.is_done or left_s <= 0:
+                return operation.report
+            if (pause_s := min(left_s, self.wakes_in_s())) > 0:
+                self.wait_for_progress(pause_s)
+
     def wakes_in_s(self) -> float:
         """Return the seconds until a step is due even without a notification."""
-        due_s = self.planner.cascades.wakes_in_s(self.planner.now_s)
+        if self.cache.has_work:
+            return 0.0
+        due_s = self.planner.wakes_in_s()
         for link in self._tiers.external:  # they send no notifications
             if link.state.jobs.orphaned_count or link.has_pending_work():
                 due_s = min(due_s, POLL_S)
-        return min(due_s, self.planner.room.wakes_in_s(), self.planner.prefetcher.wakes_in_s())
+        return due_s
 
     def invalidate(self, generation: int | str) -> None:
         """Begin a new key generation after a change of weights, between steps. Non-blocking.

@@ -13,16 +13,17 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any, Final, TypeGuard
 
-from kvoffload_async.abc.events import JobFinished, JobOverdue
+from kvoffload_async.abc.events import CallEnded, JobFinished, JobOverdue
 from kvoffload_async.abc.tier import CloseReport
 from kvoffload_async.core.counters import Figures
 from kvoffload_async.core.eventlog import EventLog
 from kvoffload_async.core.index import AskedIndex
-from kvoffload_async.core.ledger import JobState, StartJob, TouchBlocks
+from kvoffload_async.core.ledger import CallTier, JobState, StartJob, TouchBlocks
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.error_log import ErrorLog
 from kvoffload_async.errors import (
     StateError,
+    TierError,
     TierTimeoutError,
     TierUnavailableError,
     drop_tracebacks,
@@ -161,6 +162,9 @@ class ExternalLink:
                 match effect:
                     case StartJob(job):
                         self._submit(job)
+                    case CallTier(call_id, operation):
+                        error = TierError(f"its manager has no operation {operation!r}")
+                        self.state.handle(CallEnded(call_id, operation, error=error))
                     case TouchBlocks(keys, ReqContext() as ctx):  # pragma: no branch - no others
                         self._begin(ctx)
                         self._call("touch", keys, ctx)

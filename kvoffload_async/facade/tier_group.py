@@ -227,7 +227,7 @@ class BreakerLog:
 class LossWarnings:
     """Logs a warning when blocks were not stored in a tier, at most once a minute per tier.
 
-    Blocks dropped by a reset do not count: the caller asked for it.
+    Blocks dropped by a reset or a deletion do not count: the caller asked for it.
 
     Not thread-safe; call only from the owner's thread.
     """
@@ -243,7 +243,7 @@ class LossWarnings:
         """Log the blocks that each tier has lost since its last warning, if a warning is due."""
         for index, tier in enumerate(self._planner.tiers):
             counters, reported = tier.counters, self._reported[index]
-            lost = counters.dropped_blocks - counters.dropped["reset"]
+            lost = counters.dropped_blocks - counters.dropped["reset"] - counters.dropped["deleted"]
             lost += counters.failed_store_blocks
             if lost > reported.total() and (is_last or now_s >= self._next_s[index]):
                 self._warn(index, tier, now_s)

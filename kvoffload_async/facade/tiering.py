@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kvoffload_async.facade.driver import PlannerDriver
 from kvoffload_async.facade.manager import OffloadingManager
@@ -126,14 +126,23 @@ class TieringOffloadingManager(PlannerDriver, OffloadingManager):
 
     # -- reset ----------------------------------------------------------------------------------
 
-    def reset_cache(self) -> None:
-        """Empty the primary, between steps; the secondary tiers keep their blocks.
+    def reset_cache(self, tiers: Collection[str] = ()) -> None:
+        """Empty the primary, between steps; the tiers keep their blocks unless they are named.
 
         Waits for running jobs, at most `drain_timeout_s` per tier. Jobs that still run then fail,
         and their slots stay reserved until the copies end. No promotion starts before
         `on_reset_flushed`.
+
+        Args:
+            tiers: Names of the tiers to clear too, in the following steps; see
+                `CacheManager.clear`.
+
+        Raises:
+            StateError: A name is unknown, or a tier cannot be cleared; nothing was reset.
         """
         self._ensure_open()
+        if tiers:
+            self.cache.clear(tiers)
         for link in self._tiers.links.values():
             link.drain(self._drain_timeout_s)
         self._reset()

@@ -206,6 +206,11 @@ METRICS: Final[tuple[Metric, ...]] = (
         "primary.evicted_blocks",
     ),
     _metric(
+        "primary_deleted_blocks_total",
+        "Blocks deleted from the primary tier.",
+        "primary.deleted_blocks",
+    ),
+    _metric(
         "primary_refused_stores_total", "Stores refused for lack of room.", "primary.refused_stores"
     ),
     _metric(
@@ -222,6 +227,7 @@ METRICS: Final[tuple[Metric, ...]] = (
     # What moves between it and the tiers.
     _metric("requests", "Requests in progress.", "planner.requests"),
     _metric("retained_blocks", "Blocks pinned for waiting requests.", "planner.retained_blocks"),
+    _metric("pinned_blocks", "Blocks pinned by `cache.pin`.", "planner.pinned_blocks"),
     _metric(
         "lookups_total",
         "Block lookups other than misses, by result; repeated lookups count again.",
@@ -305,10 +311,11 @@ METRICS: Final[tuple[Metric, ...]] = (
     _tier("corrupt_blocks_total", "Blocks whose checksum did not match."),
     _tier("missing_blocks_total", "Blocks that were missing when loaded."),
     _tier("evicted_blocks_total", "Blocks that the tier announced as evicted."),
+    _tier("deleted_blocks_total", "Blocks whose deletion the tier has confirmed."),
     _tier(
         "dropped_blocks_total",
         "Blocks that waited for room in the tier and were dropped, by reason: `evicted` from the "
-        "primary, `reset` of the primary, `closed` by the shutdown.",
+        "primary, `reset` of the primary, `closed` by the shutdown, `deleted`.",
         by_key("reason", "dropped"),
     ),
     _tier("declined_blocks_total", "Blocks not stored, as their reuse was unlikely."),

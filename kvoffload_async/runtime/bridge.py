@@ -18,7 +18,7 @@ from typing import Final
 from kvoffload_async.abc.events import BlocksAppeared, BlocksEvicted, TierEvent
 from kvoffload_async.abc.tier import AsyncTier, CloseReport, KVIdentity
 from kvoffload_async.core.counters import Figures, Histogram
-from kvoffload_async.core.ledger import StartJob, StartProbe, TierEffect, TouchBlocks
+from kvoffload_async.core.ledger import CallTier, StartJob, StartProbe, TierEffect, TouchBlocks
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.error_log import ErrorLog
 from kvoffload_async.errors import ClosedError, TierTimeoutError, drop_tracebacks
@@ -351,3 +351,5 @@ def _execute(actor: TierActor, effects: Sequence[TierEffect]) -> None:
                 actor.probes.start(generation, keys, chains)
             case TouchBlocks(keys):
                 actor.touch(keys)
+            case CallTier(call_id, operation, keys, cursor):
+                actor.call(call_id, operation, keys, cursor)

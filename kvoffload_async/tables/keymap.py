@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from operator import itemgetter
@@ -188,6 +189,20 @@ def too_short(keys: Iterable[OffloadKey]) -> StateError:
     return StateError(
         f"{short!r} is too short: a key is a block hash followed by 4 bytes; see make_offload_key"
     )
+
+
+def key_of_cursor(cursor: str | None) -> OffloadKey | None:
+    """Return the key after which a listing continues; None for None.
+
+    Raises:
+        StateError: The cursor is not a key in hexadecimal digits.
+    """
+    if cursor is None:
+        return None
+    with contextlib.suppress(ValueError):
+        if len(key := OffloadKey(bytes.fromhex(cursor))) >= LEAST_KEY_BYTES:
+            return key
+    raise StateError(f"cursor: {cursor!r} is not valid; give one that a listing has returned")
 
 
 class KeyTable:

@@ -166,6 +166,47 @@ class TierConformance:
                 expect_rows("load after a restart", harness, dict(enumerate(K[:3])))
 
     @promise(
+        "if capabilities.deletes, a block that delete() does not return is absent, also after a "
+        "restart, and can be stored anew; the others stay."
+    )
+    def test_a_deleted_block_is_gone_until_it_is_stored_anew(self, tier: TierFactory) -> None:
+        with self._open(tier) as harness:
+            if not harness.tier.capabilities.deletes:
+                return
+            harness.store(K[:5])
+            expect("contains(K[0..4])", harness.contains(K[:5]), set(K[:5]))
+            left = harness.run(harness.tier.delete([K[1], K[9], K[3]]))
+            expect("blocks left by delete([K[1], K[9], K[3]])", left, {})
+            found = harness.contains([*K[:5], K[9]])
+            expect("contains(K[0..4, 9]) after it", found, {K[0], K[2], K[4]})
+            missing = {1: BlockMissingError, 3: BlockMissingError}
+            expect_failures("load of K[0..4] after it", harness.load(K[:5]), missing)
+            expect_failures("store of K[1] anew", harness.store([K[1]], [7]), {})
+            expect_failures("load of K[1]", harness.load([K[1]], [8]), {})
+            expect_rows("load of a block stored anew", harness, {8: K[1]})
+        with self._open(tier) as harness:
+            found = harness.contains(K[:5]) | (harness.announced() & set(K))
+            if harness.tier.capabilities.persistent:
+                expect("blocks after a restart", found, {K[0], K[1], K[2], K[4]})
+            expect("whether K[3] is there after a restart", K[3] in found, False)
+
+    @promise("if capabilities.lists, list_keys() lists every block, page by page.")
+    def test_a_listing_has_every_block(self, tier: TierFactory) -> None:
+        with self._open(tier) as harness:
+            if not harness.tier.capabilities.lists:
+                return
+            harness.store(K[:7])
+            listed: list[OffloadKey] = []
+            cursor: str | None = None
+            for _ in K:
+                keys, cursor = harness.run(harness.tier.list_keys(cursor, 3))
+                expect("whether a page of 3 keys has at most 3", len(keys) <= 3, True)  # noqa: PLR2004
+                listed += keys
+                if cursor is None:
+                    break
+            expect("keys listed after a store of K[0..6]", sorted(listed), sorted(K[:7]))
+
+    @promise(
         "the contents of a tier with capabilities.exclusive change only through "
         "one instance: a second one is refused, or has other contents."
     )

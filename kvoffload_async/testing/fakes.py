@@ -177,6 +177,16 @@ class FaultyTier(AsyncTier):
         """Load through the wrapped tier, with the job's fault."""
         return await self._perform(job)
 
+    async def delete(self, keys: Sequence[OffloadKey]) -> BlockFailures:
+        """Return the wrapped tier's answer."""
+        return await self.inner.delete(keys)
+
+    async def list_keys(
+        self, cursor: str | None, count: int
+    ) -> tuple[Sequence[OffloadKey], str | None]:
+        """Return the wrapped tier's answer."""
+        return await self.inner.list_keys(cursor, count)
+
     async def close(self) -> None:
         """Close the wrapped tier."""
         await self.inner.close()

@@ -14,8 +14,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, Final
 
-from kvoffload_async.abc.events import BlockFailures, JobFinished, JobOverdue
+from kvoffload_async.abc.events import (
+    BlockFailures,
+    CallEnded,
+    JobFinished,
+    JobOverdue,
+    TierOperation,
+)
 from kvoffload_async.abc.tier import AsyncTier, CloseReport
 from kvoffload_async.error_log import LogRate
 from kvoffload_async.errors import (
@@ -136,6 +143,8 @@ def described(job: JobMetadata) -> str:
     )
 
 
+LISTED_KEYS: Final = 512
+"""Maximum number of keys of a call of `list_keys`."""
 _NO_WORK = (TierUnavailableError, TierBusyError)
 """Errors of blocks that are no evidence of a working tier: it failed, or never began them."""
 _CANCEL_GRACE_S = 0.2
@@ -215,6 +224,10 @@ class TierActor:
         self.probes = Probes(name, tier, env.post, probe_timeout_s, clock)
         """The existence probes of the tier."""
         self._log = JobLog(name, tier.remedies)
+        self._calls: dict[asyncio.Task[Any], None] = {}
+        """Management calls under way."""
+        self._job_end = asyncio.Event()
+        """Set when a job ends, for deletions that wait for the jobs on their keys."""
         self._closing = False
         self._closing_tier: asyncio.Task[Exception | None] | None = None
         self._has_cancelled = False
@@ -275,6 +288,19 @@ class TierActor:
             drop_tracebacks(error)
             logger.error("%s: touch failed: %s", self.name, text_of(error))  # noqa: TRY400 - no frames
 
+    def call(
+        self,
+        call_id: int,
+        operation: TierOperation,
+        keys: Sequence[OffloadKey],
+        cursor: str | None = None,
+    ) -> None:
+        """Call a method of the tier that is no job; posts exactly one `CallEnded`."""
+        call = self._call(operation, keys, cursor)
+        task = self._loop.create_task(call, name=f"{self.name}:{operation}")
+        self._calls[task] = None
+        task.add_done_callback(partial(self._call_ended, call_id, operation))
+
     async def close(self, timeout_s: float) -> CloseReport:
         """Refuse new jobs, fail queued ones, await running ones, cancel the rest, close the tier.
 
@@ -313,14 +339,70 @@ class TierActor:
 
     # -- internal -------------------------------------------------------------------------------
 
-    def _tasks(self) -> list[asyncio.Task[None] | asyncio.Task[frozenset[OffloadKey]]]:
-        """Return the running tasks: loads, stores, probes, each in order of start."""
+    def _tasks(self) -> list[asyncio.Task[Any]]:
+        """Return the running tasks: loads, stores, probes, calls, each in order of start."""
         runs = (*self._loads.running.values(), *self._stores.running.values())
         return [
             *(run.task for run in runs if run.task),
             *self.probes.tasks,
             *self._reconciler.tasks,
+            *self._calls,
         ]
+
+    async def _call(
+        self, operation: TierOperation, keys: Sequence[OffloadKey], cursor: str | None
+    ) -> tuple[frozenset[OffloadKey], TierError | None, str | None]:
+        """Return the blocks that the tier has, or those that are gone and why others are not."""
+        if self._closing:
+            raise TierClosedError(f"{self.name} is closed")
+        try:
+            async with asyncio.timeout(self._io_timeout_s):
+                if operation == "contains":
+                    return frozenset(await guarded(self._tier.contains, keys)), None, None
+                if operation == "list":
+                    found, cursor = await guarded(self._tier.list_keys, cursor, LISTED_KEYS)
+                    return frozenset(found), None, cursor
+                await self._jobs_ended(frozenset(keys))
+                answer = await guarded(self._tier.delete, keys)
+        except TimeoutError:
+            raise TierTimeoutError(
+                f"{operation} of {len(keys)} blocks timed out after {self._io_timeout_s} s"
+            ) from None
+        failures, error = validate_result(answer, len(keys))
+        if error is not None:
+            raise error
+        gone = frozenset(key for i, key in enumerate(keys) if i not in failures)
+        self._env.announcements.note(gone)
+        return gone, failures[min(failures)] if failures else None, None
+
+    async def _jobs_ended(self, keys: frozenset[OffloadKey]) -> None:
+        """Wait until no job on these keys is queued or runs; the owner submits no new ones."""
+        while any(
+            not keys.isdisjoint(run.job.keys)
+            for side in (self._loads, self._stores)
+            for run in (*side.running.values(), *side.waiting.values())
+        ):
+            self._job_end.clear()
+            await self._job_end.wait()
+
+    def _call_ended(
+        self,
+        call_id: int,
+        operation: TierOperation,
+        task: asyncio.Task[tuple[frozenset[OffloadKey], TierError | None, str | None]],
+    ) -> None:
+        del self._calls[task]
+        keys: frozenset[OffloadKey] = frozenset()
+        error: TierError | None
+        cursor: str | None = None
+        if task.cancelled() or task.exception() is not None:
+            error = error_of(task)
+        else:
+            keys, error, cursor = task.result()
+        drop_tracebacks(error)
+        if error is not None and not self._closing:
+            logger.warning("%s: %s failed: %s", self.name, operation, text_of(error))
+        self._post(CallEnded(call_id, operation, keys, cursor, error))
 
     async def _close_tier(self, timeout_s: float) -> Exception | None:
         """Close the tier; return a failure instead of raising, so that other tiers are closed."""
@@ -383,6 +465,7 @@ class TierActor:
         del run.side.running[run.job.job_id]
         run.side.running_blocks -= len(run.job.keys)
         run.task = None  # a failed task holds its frames, and they hold the run
+        self._job_end.set()
         if not run.is_finished:
             error = error_of(task)
             if self._has_cancelled and isinstance(error, JobCancelledError):
@@ -440,6 +523,7 @@ class TierActor:
         queue_s = None if run.began_s is None else run.began_s - run.arrived_s
         self._log.ended(run.job, failures, error, seconds=seconds, now_s=self._loop.time())
         self._post(JobFinished(run.job.job_id, failures, error, seconds, outdated, queue_s))
+        self._job_end.set()
 
     def _await_deadline(self, run: _Run) -> None:
         """Set the timer to the next deadline."""

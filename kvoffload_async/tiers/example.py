@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from kvoffload_async.abc.tier import (
 )
 from kvoffload_async.config import at_least, option
 from kvoffload_async.errors import BlockMissingError, TierClosedError, Trouble
+from kvoffload_async.tables.keymap import key_of_cursor
 from kvoffload_async.types import JobMetadata, Medium, OffloadKey, block_text
 
 logger = logging.getLogger(__name__)
@@ -44,7 +46,7 @@ class ExampleTier(AsyncTier):
 
     declares = ExampleSettings
     remedies: ClassVar = {Trouble.TOO_SLOW: "raise cpu_bytes_to_use, or set write_back to wait"}
-    capabilities = TierCapabilities(exclusive=True, medium=Medium.CPU)
+    capabilities = TierCapabilities(exclusive=True, medium=Medium.CPU, deletes=True, lists=True)
 
     def __init__(self, settings: ExampleSettings | None = None) -> None:
         """Start without blocks."""
@@ -92,6 +94,20 @@ class ExampleTier(AsyncTier):
             for i, block in enumerate(found)
             if block is None
         }
+
+    async def delete(self, keys: Sequence[OffloadKey]) -> BlockFailures:
+        """Drop blocks."""
+        for key in keys:
+            self._blocks.pop(key, None)
+        return {}
+
+    async def list_keys(
+        self, cursor: str | None, count: int
+    ) -> tuple[Sequence[OffloadKey], str | None]:
+        """Return the next keys in their order; a cursor is the last key in hexadecimal digits."""
+        after = key_of_cursor(cursor) or b""
+        keys = heapq.nsmallest(count, (key for key in self._blocks if key > after))
+        return keys, keys[-1].hex() if len(keys) == count else None
 
     async def close(self) -> None:
         """Release the buffer; the blocks are kept until the tier object is deleted."""

@@ -182,7 +182,7 @@ class Tier(ScriptedTier):
     made: ClassVar = []
 
     def __init__(self, probed=False):
-        super().__init__(TierCapabilities(exclusive=not probed))
+        super().__init__(TierCapabilities(exclusive=not probed, deletes=True))
         self.made.append(self)
 
 

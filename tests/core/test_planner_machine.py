@@ -247,6 +247,32 @@ class PlannerMachine(RuleBasedStateMachine):
         for job_id in [i for i, (at, _) in self.world.running.items() if at == tier]:
             self.world.orphan(job_id)
 
+    # -- deletion -------------------------------------------------------------------------------
+
+    @rule(keys=CHAIN, where=st.sampled_from(["everywhere", "everywhere", "one tier"]))
+    def delete(self, keys, where):
+        if where == "everywhere":
+            self.world.delete(keys)
+        elif self.world.tiers:
+            self.world.delete(keys, [0], in_primary=False)
+
+    @rule(keys=CHAIN, seconds=st.sampled_from([0.0, 1.0, 100.0]))
+    def pin_for_a_time(self, keys, seconds):
+        pins = self.world.planner.pins
+        if not seconds:
+            pins.unpin(keys)
+            return
+        count = pins.pin(keys, self.world.now_s + seconds)
+        assert count <= len(pins) <= self.world.primary.num_slots // 4
+
+    @precondition(lambda self: hasattr(self, "world") and self.world.endable_calls())
+    @rule(data=st.data(), fails=st.sampled_from([False, False, True]))
+    def end_a_call(self, data, fails):
+        call = data.draw(st.sampled_from(sorted(self.world.endable_calls())))
+        count = len(self.world.calls[call].keys)
+        failed = data.draw(st.sets(st.integers(0, count - 1), min_size=1)) if fails else ()
+        self.world.end_call(call, failed=failed)
+
     # -- what is rare ---------------------------------------------------------------------------
 
     @rule(

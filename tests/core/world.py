@@ -9,7 +9,7 @@ from functools import partial
 
 from core.memory import Memory, Read, Write, content
 from core.states import POLICIES, whole_state
-from core.terms import k, ks
+from core.terms import HIT, k, ks
 from core.tiers import ExternalTier, NativeTier
 from planner_invariants import (
     AllQuiet,
@@ -31,11 +31,12 @@ from planner_invariants import (
     fact_of,
 )
 
+from kvoffload_async.abc.events import CallEnded
 from kvoffload_async.core.backpressure import LOCAL_BACKPRESSURE, Backpressure
 from kvoffload_async.core.health import BreakerSettings
 from kvoffload_async.core.index import ProbedIndex
 from kvoffload_async.core.invariants import check_state
-from kvoffload_async.core.ledger import StartJob, StartProbe, TouchBlocks
+from kvoffload_async.core.ledger import CallTier, StartJob, StartProbe, TouchBlocks
 from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.errors import BlockMissingError, TierTimeoutError, TierUnavailableError
@@ -134,6 +135,10 @@ class World:
         self.touched: list[tuple[int, tuple[OffloadKey, ...]]] = []
         self.refusing: set[int] = set()
         self.own_request_in: set[int] = set()
+        self.calls: dict[tuple[int, int], CallTier] = {}
+        """Management calls under way, by tier and id."""
+        self.deleted: set[OffloadKey] = set()
+        """Keys that were deleted everywhere and not stored since."""
         self.memory = Memory(num_slots, self.history)
         self.now_s = 0.0
 
@@ -147,13 +152,16 @@ class World:
         return ctx
 
     def lookup(self, ctx, name):
-        answer = self.planner.lookup(name if isinstance(name, bytes) else k(name), ctx)
+        key = name if isinstance(name, bytes) else k(name)
+        answer = self.planner.lookup(key, ctx)
+        self._expect_deleted_is_gone([key], [answer])
         self._absorb()
         return answer
 
     def lookups(self, ctx, names, *, stop_at_miss=False):
         keys = [name if isinstance(name, bytes) else k(name) for name in names]
         answers = self.planner.lookup_many(keys, ctx, stop_at_miss=stop_at_miss)
+        self._expect_deleted_is_gone(keys, answers)
         self._absorb()
         return answers
 
@@ -177,7 +185,11 @@ class World:
         if success:
             self.land_stale_writes()
             self.memory.write(write.keys, write.slots)
-            self.kept.update(write.keys)
+            stored = {key for key in write.keys if key not in self.primary.barred}
+            self.deleted -= stored
+            self.kept |= {
+                key for key in stored if not any(key in t.barred for t in self.planner.tiers)
+            }
         self.planner.complete_store(write.keys, write.ctx, success=success)
         self._absorb()
 
@@ -286,6 +298,43 @@ class World:
         if not announced:
             self.unnoticed.add((tier, key))
 
+    # -- deletion -------------------------------------------------------------------------------
+
+    def delete(self, names, tiers=None, *, in_primary=True):
+        keys = {name if isinstance(name, bytes) else k(name) for name in names}
+        tiers = range(len(self.tiers)) if tiers is None else tiers
+        deletion = self.planner.delete(keys, tiers, in_primary=in_primary)
+        self.kept -= keys
+        for index in range(len(self.tiers)) if in_primary else tiers:
+            self.waiting[index] -= keys
+        if in_primary and len(tiers) == len(self.tiers):
+            self.deleted |= keys
+        return deletion
+
+    def endable_calls(self):
+        """The calls that the actor has begun: no job on their keys runs in the tier."""
+        jobs = [*self.running.values(), *self.late.values()]
+        return [
+            call
+            for call, effect in self.calls.items()
+            if all(tier != call[0] or not {*job.keys} & {*effect.keys} for tier, job in jobs)
+        ]
+
+    def end_call(self, call=None, *, failed=(), error=DOWN):
+        """End a call; the tier keeps blocks in `failed` (indices)."""
+        tier, call_id = call or self.endable_calls()[0]
+        effect = self.calls.pop((tier, call_id))
+        failed = set(failed)
+        gone = frozenset(key for i, key in enumerate(effect.keys) if i not in failed)
+        for key in gone:
+            self.tiers[tier].contents.pop(key, None)
+        event = CallEnded(call_id, effect.operation, gone, error=error if failed else None)
+        self.tiers[tier].state.handle(event)
+
+    def _expect_deleted_is_gone(self, keys, answers):
+        for key, answer in zip(keys, answers, strict=False):
+            assert not (answer is HIT and key in self.deleted), f"{key.hex()} was deleted"
+
     # -- reset ----------------------------------------------------------------------------------
 
     def reset(self):
@@ -337,14 +386,14 @@ class World:
             self.loaded(read)
         for ctx in list(self.live.values()):
             self.finish(ctx)
+        self.planner.pins.unpin([key for key, _, _ in self.primary.resident()])
         self.step()
         for _ in range(100):
-            if not self.planner.has_pending_work and not self.late:
+            if not (self.planner.has_pending_work or self.late or self.planner.deletions.running):
                 break
-            self.finish_all()
-            while self.late:
-                self.release()
+            self._end_all()
             self.step()
+        assert not self.planner.deletions.running
         assert not self.planner.has_pending_work
         for _ in range(100):  # at most a few pauses, and the tiers' decay
             if not any(queue.count for queue in self.planner.cascades.queues):
@@ -364,6 +413,13 @@ class World:
         check_state(self.planner)
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _end_all(self):
+        self.finish_all()
+        while self.late:
+            self.release()
+        while self.calls:
+            self.end_call()
 
     def _work_again(self):
         self.refusing.clear()
@@ -408,6 +464,8 @@ class World:
                         self._start(tier, job)
                     case StartProbe():
                         self.tiers[tier].ask(effect)
+                    case CallTier():
+                        self.calls[tier, effect.call_id] = effect
         self._account()
 
     def _open_own_request(self, tier, fact):
@@ -439,6 +497,8 @@ class World:
             for job in (*jobs.unreported(), *late):
                 if not job.is_promotion:
                     waiting.update(job.keys)
+            barred = self.planner.tiers[index].barred
+            waiting = {key for key in waiting if key not in barred}
             self.lost[index] |= self.waiting[index] - waiting - tier.contents.keys()
             self.waiting[index] = waiting
 

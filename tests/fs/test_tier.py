@@ -14,7 +14,7 @@ from fs.directories import KIB, FsDirectory
 from fs.spaces import check, end_of, evicted, start
 
 from kvoffload_async.block_io.choice import implementation
-from kvoffload_async.errors import TierClosedError
+from kvoffload_async.errors import TierBusyError, TierClosedError
 from kvoffload_async.testing.harness import TierHarness, key_of
 from kvoffload_async.tiers.fs import housekeeping
 from kvoffload_async.tiers.fs.settings import FsSettings
@@ -211,6 +211,23 @@ def test_a_pinned_block_is_not_discarded_until_its_last_pin_is_gone(directory, o
         assert harness.store(K[:1]) == {}
         discard(harness, K[:1])
         assert not directory.blocks()
+
+
+@pytest.mark.parametrize("options", [{}, {"capacity_bytes": 64 * KIB}])
+def test_a_deletion_names_the_blocks_whose_files_stay(directory, options):
+    ops = FaultyFileOps()
+    with directory.open(ops, **options) as harness:
+        harness.store(K[:4])
+        harness.on_loop(lambda: harness.tier.pin(K[:1]))
+        ops.fail(errno.EIO, on="unlink", times=1)
+        left = harness.run(harness.tier.delete([*K[:3], K[7]]))
+        assert isinstance(left.pop(0), TierBusyError)
+        assert len(left) == 1, "one of the others could not be unlinked"
+        harness.on_loop(lambda: harness.tier.unpin(K[:1]))
+        assert harness.run(harness.tier.delete([*K[:3], K[7]])) == {}
+        assert directory.blocks() == {K[3]}
+        if options:
+            check(directory, harness, 64 * KIB)
 
 
 def test_unpinning_does_not_release_a_block_that_a_job_reads(directory, ops):

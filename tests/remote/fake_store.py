@@ -111,6 +111,11 @@ class FakeClient(RemoteClient):
             del self.values[key]
         return is_same
 
+    async def remove(self, keys):
+        await self._begin("remove", keys)
+        for key in keys:
+            self.values.pop(key, None)
+
     async def renew(self, keys):
         await self._begin("renew", keys)
         await asyncio.sleep(self.renewal_s * len(keys))

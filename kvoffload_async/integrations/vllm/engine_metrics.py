@@ -53,6 +53,7 @@ _TIER_COUNTERS: Final = {
         corrupt_blocks="Blocks of a secondary tier whose checksum did not match.",
         missing_blocks="Blocks to load that a secondary tier did not have.",
         evicted_blocks="Blocks whose removal a secondary tier announced.",
+        deleted_blocks="Blocks whose deletion a secondary tier has confirmed.",
         failed_store_blocks="Blocks given up after failed stores.",
         prefetched_blocks="Blocks promoted before the first lookup of their request.",
         unused_prefetched_blocks="Prefetched blocks that no request has loaded.",

@@ -151,6 +151,17 @@ class BlockFiles(BlockWriter):
                     found.add(key)
         return frozenset(found)
 
+    def left(self, keys: Iterable[OffloadKey]) -> dict[OffloadKey, OSError | None]:
+        """Return the keys that have a file, or whose check fails, with the error of the check."""
+        left: dict[OffloadKey, OSError | None] = {}
+        for key in keys:
+            try:
+                if self.ops.has_file(self.namespace.get_file_name(key)):
+                    left[key] = None
+            except OSError as error:
+                left[key] = error
+        return left
+
     def remove(self, keys: Iterable[OffloadKey]) -> list[DiskChange]:
         """Delete the files of blocks; return the changes of disk usage, and log errors."""
         changes: list[DiskChange] = []

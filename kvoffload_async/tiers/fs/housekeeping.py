@@ -304,14 +304,21 @@ class Housekeeping:
                     del self._unwanted[key]
                 with self._errors.survived():
                     try:
-                        await self._remove(keys)
+                        await self.remove(keys)
                     except (OSError, OffloadError) as error:
                         logger.warning("%s: blocks were not removed: %s", self._folder, str(error))
         finally:
             self._discarding = None
 
-    async def _remove(self, keys: Sequence[OffloadKey]) -> None:
-        """Remove the files of blocks that are not pinned or in use, and announce the eviction."""
+    async def remove(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, OSError | None]:
+        """Remove the files of blocks that are not pinned or in use, and announce the eviction.
+
+        Returns:
+            The keys that still have a file, or may have one, with the error that says so.
+
+        Raises:
+            OSError: The root is lost, or the shared count cannot be used.
+        """
 
         def find() -> frozenset[OffloadKey]:
             self._check_root()
@@ -324,6 +331,7 @@ class Housekeeping:
         elif idle := [key for key in found if key not in self._pinned]:
             await self._run(lambda: self._files.remove(idle))
             self._env.blocks_evicted(idle)
+        return await self._run(lambda: self._files.left(keys))
 
     async def _walk_for(self, seconds: float, is_enough: Callable[[Step], bool]) -> None:
         """Walk until `is_enough` is true, or for `seconds`. Call with the lock of walks held."""

@@ -21,15 +21,22 @@ from kvoffload_async.abc.tier import (
 from kvoffload_async.block_io.choice import create_file_io
 from kvoffload_async.errors import (
     CorruptBlockError,
+    TierBusyError,
     TierClosedError,
     TierError,
     TierFullError,
     TierTimeoutError,
     Trouble,
 )
+from kvoffload_async.tables.keymap import key_of_cursor
 from kvoffload_async.tiers.files.identity import DirectoryIdentity
 from kvoffload_async.tiers.files.modes import warn_of_others
-from kvoffload_async.tiers.files.ops import FileOps, mapped, unusable, warn_of_capacity
+from kvoffload_async.tiers.files.ops import (
+    FileOps,
+    mapped,
+    unusable,
+    warn_of_capacity,
+)
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.housekeeping import Housekeeping
 from kvoffload_async.tiers.fs.layout import bucket_of
@@ -39,6 +46,7 @@ from kvoffload_async.tiers.fs.operations import LOST_ROOM, LoadFailure, StoreIte
 from kvoffload_async.tiers.fs.settings import WAITS_FOR_DEVICE, FsSettings
 from kvoffload_async.tiers.fs.space import Space, unpin
 from kvoffload_async.tiers.fs.usage import Operation
+from kvoffload_async.tiers.fs.walk import keys_after
 from kvoffload_async.tiers.fs.writers import WriterRegistry
 from kvoffload_async.types import JobMetadata, OffloadKey
 from kvoffload_async.waiting import SerialExecutor
@@ -79,6 +87,8 @@ class FsTier(AsyncTier):
             announces_removals=settings.capacity_bytes is not None,  # else none are tracked
             pins=True,
             discards=True,
+            deletes=True,
+            lists=True,
         )
         self.bounds = TierBounds()
         self._settings = settings
@@ -231,6 +241,38 @@ class FsTier(AsyncTier):
         """Remove blocks in the background, except pinned ones; blocks that a job uses may stay."""
         if self._housekeeping is not None:
             self._housekeeping.discard(keys)
+
+    async def delete(self, keys: Sequence[OffloadKey]) -> BlockFailures:
+        """Delete the files of blocks, whoever has stored them.
+
+        Raises:
+            TierUnavailableError: The root is not the directory that was opened.
+        """
+        if self._housekeeping is None:
+            raise TierClosedError("the fs tier is not open")
+        try:
+            left = await self._housekeeping.remove(keys)
+        except OSError as error:
+            raise mapped(error) from None
+        pinned = TierBusyError(f"pinned below {self._settings.root_dir}")
+        failures: dict[int, TierError] = {}
+        for index, key in enumerate(keys):
+            if key in left:
+                why = left[key]
+                failures[index] = pinned if why is None else mapped(why)
+        return failures
+
+    async def list_keys(
+        self, cursor: str | None, count: int
+    ) -> tuple[Sequence[OffloadKey], str | None]:
+        """Return the next keys in their order; each call reads the folder of a bucket."""
+        after = key_of_cursor(cursor)
+        walk = partial(keys_after, self._ops, self._settings.namespace, after, count)
+        try:
+            keys = await self._opened().io.run(Direction.METADATA, walk)
+        except OSError as error:
+            raise mapped(error) from None
+        return keys, keys[-1].hex() if len(keys) == count else None
 
     async def close(self) -> None:
         """Stop housekeeping, release reservations, and unregister the writer; idempotent."""

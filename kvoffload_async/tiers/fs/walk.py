@@ -23,6 +23,7 @@ from kvoffload_async.tiers.fs.layout import (
     REST,
     TEMP_SUFFIX,
     Namespace,
+    bucket_of,
     counted_bytes,
     top_folder_bucket,
 )
@@ -97,6 +98,33 @@ def _take_in(found: Inventory, namespace: Namespace, path: str, status: os.stat_
         found.blocks[key] = status.st_mtime
     elif path.endswith(TEMP_SUFFIX):
         found.temps[path] = size_bytes
+
+
+def keys_after(
+    ops: FileOps, namespace: Namespace, after: OffloadKey | None, count: int
+) -> list[OffloadKey]:
+    """Return the keys of the next `count` blocks, in the order of keys; reads whole buckets.
+
+    Raises:
+        OSError: A folder cannot be read.
+    """
+    found: list[OffloadKey] = []
+    roots = block_roots(ops, namespace)
+    for bucket in range(0 if after is None else bucket_of(after), REST):
+        blocks = take_inventory(ops, namespace, roots.get(bucket, ())).blocks
+        found += sorted(key for key in blocks if after is None or key > after)
+        if len(found) >= count:
+            break
+    return found[:count]
+
+
+def block_roots(ops: FileOps, namespace: Namespace) -> dict[int, list[str]]:
+    """Return the paths of the namespace's entries, by bucket."""
+    roots: defaultdict[int, list[str]] = defaultdict(list)
+    for name in names_in(ops, namespace.folder):
+        bucket = top_folder_bucket(name)
+        roots[REST if bucket is None else bucket].append(f"{namespace.folder}/{name}")
+    return roots
 
 
 def writer_of(temp: str) -> str | None:
@@ -245,7 +273,7 @@ class NamespaceWalk:
         first, found_bytes = cycle.position, 0
         if self._usage is not None:
             self._usage.advance(first, first, end)
-        roots = self._roots()
+        roots = block_roots(self._ops, self._namespace)
         while cycle.position < end and not is_over():
             bucket = cycle.position
             paths = roots.get(bucket, [])
@@ -270,15 +298,6 @@ class NamespaceWalk:
             except BaseException:
                 cycle.position = first  # its bytes are not counted: it is visited again
                 raise
-
-    def _roots(self) -> dict[int, list[str]]:
-        """Return the paths of the namespace's entries, by bucket."""
-        roots: defaultdict[int, list[str]] = defaultdict(list)
-        folder = self._namespace.folder
-        for name in names_in(self._ops, folder):
-            bucket = top_folder_bucket(name)
-            roots[REST if bucket is None else bucket].append(f"{folder}/{name}")
-        return roots
 
     def _settled_bytes(self, cycle: _Cycle, bucket: int, inventory: Inventory) -> int:
         """Remove a bucket's files of dead writers; return the bytes of its remaining content."""

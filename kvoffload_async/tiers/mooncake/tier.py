@@ -102,7 +102,7 @@ class MooncakeTier(AsyncTier):
         Trouble.TOO_SLOW: "raise cpu_bytes_to_use, set write_back to wait, or make the tier "
         "faster: raise buffer_bytes",
     }
-    capabilities = TierCapabilities(exclusive=False, locality=Locality.REMOTE)
+    capabilities = TierCapabilities(exclusive=False, locality=Locality.REMOTE, deletes=True)
     bounds = TierBounds(concurrent_blocks=64)
 
     def __init__(self, settings: MooncakeSettings) -> None:
@@ -145,6 +145,20 @@ class MooncakeTier(AsyncTier):
 
     async def load(self, job: JobMetadata) -> BlockFailures:
         return await self._run_job(job, self._load_part, lambda helper: helper.loads)
+
+    async def delete(self, keys: Sequence[OffloadKey]) -> BlockFailures:
+        """Remove blocks from the store; a block that another client just reads may stay."""
+        helper = self._helper()
+        failures: Outcomes = {}
+        for first in range(0, len(keys), MOST_NAMES):
+            some = keys[first : first + MOST_NAMES]
+            answers = await self._counted(helper.ask("remove", self._names(some)))
+            failures |= {
+                index: _error_of(status, keys[index])
+                for index, status in enumerate(answers, first)
+                if status not in {0, _NOT_FOUND}
+            }
+        return failures
 
     async def close(self) -> None:
         """Leave the store; blocks stored only in the helper's memory are lost."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import json
 import logging
 import os
@@ -284,6 +285,40 @@ class ObjectClient(RemoteClient):
             return False
         await self._delete(name)
         return True
+
+    async def remove(self, keys: Sequence[OffloadKey]) -> None:
+        """Delete objects; without permission to delete, replace them with empty ones."""
+        for key in keys:
+            name = self._name(key)
+            try:
+                await obstore.delete_async(self._store, name)
+            except FileNotFoundError:
+                continue
+            except exceptions.BaseError as error:
+                if not isinstance(self._mapped(error), RefusedError):
+                    raise
+                found = await self._look_at(name)
+                is_there = found is not None and found["size"]
+                if found is not None and is_there and not await self._overwrite(name, found, b""):
+                    raise
+
+    async def list_keys(
+        self, cursor: str | None, count: int
+    ) -> tuple[list[OffloadKey], str | None]:
+        """Return keys in the order of their objects' names; a cursor is the end of a name."""
+        prefix = f"{self._namespace}/"
+        offset = None if cursor is None else prefix + cursor
+        names: list[str] = []
+        async for some in obstore.list(self._store, prefix, offset=offset, chunk_size=count):
+            names += [meta["path"] for meta in some]
+            if isinstance(self._store, LocalStore):
+                names = heapq.nsmallest(count, names)  # it lists in no order
+            elif len(names) >= count:
+                break
+        names = sorted(names)[:count]
+        keys = [key_of_name(name, self._namespace) for name in names]
+        following = names[-1].removeprefix(prefix) if len(names) == count else None
+        return [key for key in keys if key is not None], following
 
     async def renew(self, keys: Sequence[OffloadKey]) -> None:
         """Rewrite each object, because a lifecycle rule counts its age from the last write.

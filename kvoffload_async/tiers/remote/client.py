@@ -263,6 +263,10 @@ class RemoteClient(ABC):
         """Remove a value if it still has this version and SHA-1; return whether it did."""
 
     @abstractmethod
+    async def remove(self, keys: Sequence[OffloadKey]) -> None:
+        """Remove the values of keys on one server, present or not."""
+
+    @abstractmethod
     async def renew(self, keys: Sequence[OffloadKey]) -> None:
         """Restart the lifetime of existing values."""
 
@@ -273,6 +277,12 @@ class RemoteClient(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Close all connections; may be repeated."""
+
+    async def list_keys(
+        self, cursor: str | None, count: int
+    ) -> tuple[Sequence[OffloadKey], str | None]:
+        """List values, for a tier with `capabilities.lists`; see `AsyncTier.list_keys`."""
+        raise NotImplementedError
 
     def server_of(self, key: OffloadKey) -> Server:
         """Return the server of a key; a failed server does not affect keys on other servers."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice, takewhile
 from typing import Final
@@ -119,6 +119,14 @@ class ExistenceProber:
     _client: RemoteClient
     _calls: Calls
     _memory: ExistenceCache
+    _outdated: list[set[OffloadKey]] = field(default_factory=list)
+    """For each question under way, the keys that were deleted since it began."""
+
+    def deleted(self, keys: Collection[OffloadKey]) -> None:
+        """Record that blocks were deleted: answers to questions under way are outdated."""
+        self._memory.vanished(keys)
+        for outdated in self._outdated:
+            outdated.update(keys)
 
     async def ask(self, keys: Sequence[OffloadKey], deadline_s: float) -> set[OffloadKey]:
         """Return the keys that exist, from the cache or the server.
@@ -163,6 +171,7 @@ class ExistenceProber:
             now_s = asyncio.get_running_loop().time()
             deadline_s = now_s + _SHARE_OF_TIME * (deadline_s - now_s)
         gate = asyncio.Semaphore(_CALLS_AT_ONCE)
+        outdated: set[OffloadKey] = set()
 
         async def ask(server: Server, portion: Sequence[OffloadKey]) -> None:
             nonlocal num_answered
@@ -178,11 +187,16 @@ class ExistenceProber:
                     errors.setdefault(server, self._calls.fault_of(server, error))
                     return
             num_answered += len(portion)
+            found = found - outdated
             present.update(found)
             self._memory.appeared(found)
             self._memory.vanished(found.symmetric_difference(portion))
 
-        await run_together(map(ask, servers, portions), "remote:question")
+        self._outdated.append(outdated)
+        try:
+            await run_together(map(ask, servers, portions), "remote:question")
+        finally:
+            del self._outdated[[each is outdated for each in self._outdated].index(True)]
         self._calls.counters.unanswered_keys += len(keys) - num_answered
         try:
             if errors and len(errors) == num_servers:

@@ -89,6 +89,8 @@ class Renewal:
         self._pause_s = min(ttl_s / 16, _LONGEST_PAUSE_S)
         self._fresh = ExpiringKeys(ttl_s / 4)
         self._waiting: dict[OffloadKey, None] = {}
+        self._renewing: dict[asyncio.Future[None], Sequence[OffloadKey]] = {}
+        """The end of each call under way -> the blocks that it renews."""
         self._task: asyncio.Task[None] | None = None
         self._closed = False
         self.renewed = self.dropped = 0
@@ -113,6 +115,17 @@ class Renewal:
         if self._waiting and self._task is None:
             self._task = loop.create_task(self._run(), name="remote:renewal")
 
+    async def forget(self, keys: Iterable[OffloadKey]) -> None:
+        """Cancel the renewals of blocks that are to be deleted, and wait for those under way."""
+        unwanted = frozenset(keys)
+        for key in unwanted & self._waiting.keys():
+            del self._waiting[key]
+        self._fresh.discard(unwanted)
+        while running := {
+            end for end, some in self._renewing.items() if not unwanted.isdisjoint(some)
+        }:
+            await asyncio.wait(running)
+
     async def close(self) -> None:
         """Stop renewing blocks; pending renewals are dropped."""
         self._closed = True
@@ -136,7 +149,7 @@ class Renewal:
             keys = tuple(islice(self._waiting, self._blocks_a_call))
             for key in keys:
                 del self._waiting[key]
-            if await self._renew(keys):
+            if await self._call(keys):
                 self._failed_in_a_row = 0
                 self.renewed += len(keys)
                 self.written(keys)
@@ -146,6 +159,15 @@ class Renewal:
             if self._failed_in_a_row >= self._calls_at_once:
                 self.dropped += len(self._waiting)
                 self._waiting.clear()
+
+    async def _call(self, keys: Sequence[OffloadKey]) -> bool:
+        end = asyncio.get_running_loop().create_future()
+        self._renewing[end] = keys
+        try:
+            return await self._renew(keys)
+        finally:
+            del self._renewing[end]
+            end.set_result(None)
 
 
 logger = logging.getLogger(__name__)
@@ -170,7 +192,9 @@ class RemoteTier(AsyncTier):
     block has its own result.
     """
 
-    capabilities = TierCapabilities(exclusive=False, persistent=True, locality=Locality.REMOTE)
+    capabilities = TierCapabilities(
+        exclusive=False, persistent=True, locality=Locality.REMOTE, deletes=True
+    )
     bounds = TierBounds(concurrent_blocks=64)
 
     def __init__(self, settings: RemoteSettings, location: str) -> None:
@@ -264,6 +288,34 @@ class RemoteTier(AsyncTier):
         """Record a use of blocks, ordered head to tail."""
         if self._renewal is not None:
             self._renewal.used(keys)
+
+    async def delete(self, keys: Sequence[OffloadKey]) -> BlockFailures:
+        """Remove the values of blocks, whoever has stored them.
+
+        Another host that stores or renews one at the same time may bring it back.
+        """
+        self._opened()
+        deadline_s = self._deadline(self._settings.job_timeout_s)
+        if self._renewal is not None:
+            await self._renewal.forget(keys)
+        failures: dict[int, TierError] = {}
+        gate = asyncio.Semaphore(_CALLS_AT_ONCE)
+
+        async def remove(portion: Portion) -> None:
+            some = [keys[i] for i in portion]
+            server = self._client.server_of(some[0])
+            async with gate:
+                try:
+                    call = partial(self._client.remove, some)
+                    await self._calls.run(call, deadline_s, server=server)
+                except TierError as error:
+                    failures.update(dict.fromkeys(portion, self._calls.fault_of(server, error)))
+                else:
+                    self._questions.deleted(some)
+
+        step = _BLOCKS_A_CALL if self._client.answers_many else 1
+        await run_together(map(remove, self._client.portions(keys, step)), "remote:delete")
+        return failures
 
     async def close(self) -> None:
         """Close all connections; idempotent."""

@@ -229,6 +229,10 @@ class Catalog:
         address_of = self._address_of
         return ((key, address_of[slot]) for key, slot in self._ranking.map.items())
 
+    def following(self, key: OffloadKey | None, count: int) -> list[OffloadKey]:
+        """Return the next keys; see `KeyMap.following`."""
+        return self._ranking.map.following(key, count)
+
     def find(self, keys: Sequence[OffloadKey]) -> list[SlotAddress | None]:
         """Return the address of each key, None for absent keys."""
         address_of = self._address_of

@@ -24,6 +24,7 @@ from kvoffload_async.abc.tier import (
 from kvoffload_async.errors import (
     BlockMissingError,
     CorruptBlockError,
+    TierBusyError,
     TierClosedError,
     TierError,
     TierFullError,
@@ -31,6 +32,7 @@ from kvoffload_async.errors import (
     TierUnavailableError,
     Trouble,
 )
+from kvoffload_async.tables.keymap import key_of_cursor
 from kvoffload_async.tiers.files.identity import LostDirectoryError
 from kvoffload_async.tiers.files.modes import warn_of_others
 from kvoffload_async.tiers.files.ops import FileOps, mapped, unusable
@@ -181,7 +183,13 @@ class SlabTier(AsyncTier):
         "faster: raise io_threads, or use a faster disk",
     }
     capabilities = TierCapabilities(
-        exclusive=True, persistent=True, announces_removals=True, pins=True, discards=True
+        exclusive=True,
+        persistent=True,
+        announces_removals=True,
+        pins=True,
+        discards=True,
+        deletes=True,
+        lists=True,
     )
 
     def __init__(
@@ -355,6 +363,29 @@ class SlabTier(AsyncTier):
         if gone:
             self._store.journal.note_removed(list(gone.values()))
             self._env.blocks_evicted(gone)
+
+    async def delete(self, keys: Sequence[OffloadKey]) -> BlockFailures:
+        """Remove blocks, and write their removals to the journal; their bytes are not erased.
+
+        Raises:
+            TierError: The journal cannot be written; the blocks are gone until the next start.
+        """
+        store = self._opened()
+        gone = store.catalog.remove_unpinned(keys)
+        store.journal.note_removed(list(gone.values()))
+        await self._transfers.flush()
+        if not self._pinned:
+            return {}
+        pinned = TierBusyError(f"pinned in {self._settings.root_dir}")
+        return {i: pinned for i, key in enumerate(keys) if key in self._pinned}
+
+    async def list_keys(
+        self, cursor: str | None, count: int
+    ) -> tuple[Sequence[OffloadKey], str | None]:
+        """Return keys in the order of the index; a cursor is a key in hexadecimal digits."""
+        after = key_of_cursor(cursor)
+        keys = self._opened().catalog.following(after, count)
+        return keys, keys[-1].hex() if len(keys) == count else None
 
     async def close(self) -> None:
         """Flush the journal, close all files, release the lock; idempotent."""

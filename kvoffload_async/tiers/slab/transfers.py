@@ -283,6 +283,17 @@ class Transfers:
         if error is not None:
             batch.fail(error)
 
+    async def flush(self) -> None:
+        """Write buffered removals to the journal, also those that an earlier call could not.
+
+        Raises:
+            TierError: They could not be written.
+        """
+        if self._store.journal.has_removals:
+            error = await self._flushes.add(None)
+            if error is not None:
+                raise mapped(error) if isinstance(error, OSError) else error
+
     async def close(self) -> None:
         """Wait until no thread is working; no job may be running."""
         for call in (self._checks, self._flushes, self._notes, self._commits, self._compactions):

@@ -167,6 +167,11 @@ class ValkeyClient(RemoteClient):
         self._condemned.discard([key])
         return bool(reply)
 
+    async def remove(self, keys: Sequence[OffloadKey]) -> None:
+        commands = [("DEL", self._prefix + key) for key in keys]
+        _raise_first(await self._nodes.run(self._node_of_all(keys), commands))
+        self._condemned.discard(keys)
+
     async def renew(self, keys: Sequence[OffloadKey]) -> None:
         ttl_ms = self._ttl_ms
         if ttl_ms is None:

@@ -1,0 +1,522 @@
+"""Management of the cached blocks at run time: delete, count, list, pin, clear a tier.
+
+An operation begins at the end of the step in which it is called, and advances by a bounded number
+of blocks per step. Its places are the primary, `"primary"`, and the tiers, under the names that
+they have in statistics.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, Literal
+
+from kvoffload_async.abc.events import CallEnded
+from kvoffload_async.core.deletions import KEYS_A_STEP, MOST_KEYS, Deletion
+from kvoffload_async.core.pins import MOST_PIN_S
+from kvoffload_async.core.planner import Planner
+from kvoffload_async.core.tier_state import TierState
+from kvoffload_async.errors import BusyError, StateError, text_of
+from kvoffload_async.tables.keymap import key_of_cursor, require_keys
+from kvoffload_async.types import LookupResult, OffloadKey, counted
+from kvoffload_async.waiting import seconds
+
+PRIMARY: Final = "primary"
+MOST_OPERATIONS: Final = 64
+"""Maximum number of operations under way."""
+_CALLS_AT_ONCE: Final = 2
+
+OperationName = Literal["delete", "count", "clear", "list"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheReport:
+    """State or result of an operation on cached blocks.
+
+    Attributes:
+        operation: What is done.
+        blocks: Number of blocks that were named; 0 for "clear" and "list".
+        done: Place -> number of blocks that are deleted, or that were found.
+        left: Place -> number of blocks that are not deleted yet, or not known; for "clear" 1 while
+            the tier may have blocks left.
+        errors: Place -> last error there, which explains what is left.
+        keys: For "list": keys of blocks, at most 512.
+        cursor: For "list": where to continue; None at the end.
+    """
+
+    operation: OperationName
+    blocks: int = 0
+    done: Mapping[str, int] = field(default_factory=dict)
+    left: Mapping[str, int] = field(default_factory=dict)
+    errors: Mapping[str, str] = field(default_factory=dict)
+    keys: Sequence[OffloadKey] = ()
+    cursor: str | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is left."""
+        return not any(self.left.values())
+
+
+class CacheOperation(ABC):
+    """An operation under way; `CacheManager` advances it at the end of each step."""
+
+    @property
+    @abstractmethod
+    def is_done(self) -> bool:
+        """Whether the operation has ended: complete, or given up by a shutdown."""
+
+    @property
+    @abstractmethod
+    def report(self) -> CacheReport:
+        """The state of the operation; its result once it is done."""
+
+    @abstractmethod
+    def advance(self) -> None:
+        """Do the part of one step, which may end the operation."""
+
+    @property
+    @abstractmethod
+    def has_work(self) -> bool:
+        """Whether the next step can advance the operation; not while it waits for a tier."""
+
+
+class _Deleting(CacheOperation):
+    """Deletes blocks; `Deletions` does the work."""
+
+    def __init__(
+        self, planner: Planner, keys: Collection[OffloadKey], places: Mapping[str, int | None]
+    ) -> None:
+        self._planner = planner
+        self._places = places
+        self._keys = keys
+        self._deletion: Deletion | None = None
+
+    @property
+    def report(self) -> CacheReport:
+        deletion, number = self._deletion, len(self._keys)
+        if deletion is None:
+            left = dict.fromkeys(self._places, number)
+            return CacheReport(operation="delete", blocks=number, left=left)
+        here = len(deletion.in_use) + number - deletion.num_taken
+        left = {name: here if i is None else deletion.left[i] for name, i in self._places.items()}
+        return CacheReport(
+            operation="delete",
+            blocks=number,
+            done={
+                name: deletion.removed if i is None else number - deletion.left[i]
+                for name, i in self._places.items()
+            },
+            left=left,
+            errors={
+                name: text_of(deletion.errors[i])
+                for name, i in self._places.items()
+                if i in deletion.errors
+            },
+        )
+
+    @property
+    def has_work(self) -> bool:
+        return self._deletion is None
+
+    @property
+    def is_done(self) -> bool:
+        return self._deletion is not None and self._deletion.is_done
+
+    def advance(self) -> None:
+        if self._deletion is not None:
+            return
+        tiers = [index for index in self._places.values() if index is not None]
+        in_primary = None in self._places.values()
+        with suppress(BusyError):  # tried again in the next step
+            self._deletion = self._planner.delete(self._keys, tiers, in_primary=in_primary)
+
+
+class _Counting(CacheOperation):
+    """Counts which blocks are readable in the primary, and which the tiers have."""
+
+    def __init__(
+        self, planner: Planner, keys: Sequence[OffloadKey], places: Mapping[str, int | None]
+    ) -> None:
+        self._planner = planner
+        self._keys = keys
+        self._next = dict.fromkeys(places, 0)
+        """Place -> index of the next key to ask for there."""
+        self._places = places
+        self._done = dict.fromkeys(places, 0)
+        self._left = dict.fromkeys(places, len(keys))
+        self._calls = dict.fromkeys(places, 0)
+        self._errors: dict[str, str] = {}
+
+    @property
+    def report(self) -> CacheReport:
+        return CacheReport(
+            operation="count",
+            blocks=len(self._keys),
+            done=dict(self._done),
+            left=dict(self._left),
+            errors=dict(self._errors),
+        )
+
+    @property
+    def is_done(self) -> bool:
+        is_asked = all(at >= len(self._keys) for at in self._next.values())
+        return is_asked and not any(self._calls.values())
+
+    @property
+    def has_work(self) -> bool:
+        end = len(self._keys)
+        return any(
+            at < end and self._calls[name] < _CALLS_AT_ONCE for name, at in self._next.items()
+        )
+
+    def advance(self) -> None:
+        for name, index in self._places.items():
+            first = self._next[name]
+            keys = self._keys[first : first + KEYS_A_STEP]
+            if keys and self._calls[name] < _CALLS_AT_ONCE:
+                self._next[name] += len(keys)
+                self._count(name, index, keys)
+
+    def _count(self, name: str, index: int | None, keys: Sequence[OffloadKey]) -> None:
+        if index is None:
+            answers = self._planner.primary.lookup_many(keys)
+            self._found(name, len(keys), answers.count(LookupResult.HIT))
+            return
+        tier = self._planner.tiers[index]
+        keys = tier.barred.without(keys)
+        if tier.index.is_exact:
+            self._found(name, len(keys), len(keys) - len(tier.index.lacks(keys)))
+            return
+        self._calls[name] += 1
+        tier.call("contains", keys, partial(self._answered, name, len(keys)))
+
+    def _found(self, name: str, asked: int, present: int) -> None:
+        self._done[name] += present
+        self._left[name] -= asked
+
+    def _answered(self, name: str, asked: int, event: CallEnded) -> None:
+        self._calls[name] -= 1
+        if event.error is None:
+            self._found(name, asked, len(event.keys))
+        else:
+            self._errors[name] = text_of(event.error)
+
+
+class _Listing(CacheOperation):
+    """Lists a page of the blocks at one place."""
+
+    def __init__(self, planner: Planner, place: str, index: int | None, cursor: str | None) -> None:
+        self._planner = planner
+        self._place = place
+        self._index = index
+        self._cursor = cursor
+        self._is_asked = False
+        self._answer: CallEnded | None = None
+
+    @property
+    def report(self) -> CacheReport:
+        answer = self._answer
+        if answer is None:
+            return CacheReport(operation="list", left={self._place: 1})
+        if answer.error is not None:
+            errors = {self._place: text_of(answer.error)}
+            return CacheReport(operation="list", left={self._place: 1}, errors=errors)
+        keys = sorted(answer.keys)
+        return CacheReport(
+            operation="list", done={self._place: len(keys)}, keys=keys, cursor=answer.cursor
+        )
+
+    @property
+    def is_done(self) -> bool:
+        return self._answer is not None
+
+    @property
+    def has_work(self) -> bool:
+        return not self._is_asked
+
+    def advance(self) -> None:
+        if self._is_asked:
+            return
+        self._is_asked = True
+        if self._index is None:
+            keys = self._planner.primary.following(key_of_cursor(self._cursor), KEYS_A_STEP)
+        elif (tier := self._planner.tiers[self._index]).index.is_exact:
+            keys = tier.index.following(key_of_cursor(self._cursor), KEYS_A_STEP)
+        else:
+            tier.call("list", (), self._answered, self._cursor)
+            return
+        cursor = keys[-1].hex() if len(keys) == KEYS_A_STEP else None
+        self._answered(CallEnded(0, "list", frozenset(keys), cursor))
+
+    def _answered(self, event: CallEnded) -> None:
+        self._answer = event
+
+
+class _Clearing(CacheOperation):
+    """Deletes all blocks of tiers, which are not used meanwhile."""
+
+    def __init__(self, planner: Planner, places: Mapping[str, int]) -> None:
+        self._planner = planner
+        self._parts = {name: _ClearedTier(planner.tiers[i]) for name, i in places.items()}
+        self._indices = places
+
+    @property
+    def report(self) -> CacheReport:
+        parts = self._parts
+        return CacheReport(
+            operation="clear",
+            done={name: part.num_deleted for name, part in parts.items()},
+            left={name: int(not part.is_empty) for name, part in parts.items()},
+            errors={name: part.error for name, part in parts.items() if part.error},
+        )
+
+    @property
+    def is_done(self) -> bool:
+        return all(part.is_done for part in self._parts.values())
+
+    @property
+    def has_work(self) -> bool:
+        return any(part.has_work for part in self._parts.values())
+
+    def advance(self) -> None:
+        for name, part in self._parts.items():
+            part.tier.is_clearing = not part.is_done
+            if part.has_work:
+                index = [self._indices[name]]
+                part.advance(partial(self._planner.delete, tiers=index, in_primary=False))
+
+
+class _ClearedTier:
+    """One tier that is being cleared: its blocks are listed and deleted, page by page."""
+
+    def __init__(self, tier: TierState) -> None:
+        self.tier = tier
+        self.num_deleted = 0
+        self.is_empty = False
+        self.error = ""
+        self._is_asking = False
+        self._cursor: str | None = None
+        self._page: Sequence[OffloadKey] | None = None
+        """The keys to delete next; None: not listed yet."""
+        self._is_last = False
+        self._deletion: Deletion | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the tier is empty, or cannot be listed."""
+        return self.is_empty or bool(self.error)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the next step can continue: no store, listing or deletion is under way."""
+        if self.is_done or self._is_asking or self.tier.cascading_blocks:
+            return False
+        return self._deletion is None or self._deletion.is_done
+
+    def advance(self, delete: Callable[[Sequence[OffloadKey]], Deletion]) -> None:
+        """Delete a page, or ask for the next one; call only if `has_work`."""
+        if self._deletion is not None:
+            self.num_deleted += len(self._deletion.keys)
+            self._deletion = None
+        if self._page is None and self.tier.index.is_exact:
+            self._page = self.tier.index.following(None, KEYS_A_STEP)
+            self._is_last = not self._page
+        if self._page:
+            with suppress(BusyError):  # tried again in the next step
+                self._deletion = delete(self._page)
+                self._page = None
+        elif self._is_last:
+            self.is_empty, self.tier.is_clearing = True, False
+        else:
+            self._is_asking = True
+            self.tier.call("list", (), self._listed, self._cursor)
+
+    def _listed(self, event: CallEnded) -> None:
+        self._is_asking = False
+        if event.error is not None:
+            self.error, self.tier.is_clearing = text_of(event.error), False
+            return
+        self._page, self._cursor = tuple(event.keys), event.cursor
+        self._is_last = event.cursor is None
+
+
+class CacheManager:
+    """Deletes, counts, lists and pins blocks of a planner's primary and tiers.
+
+    Keys are those of the present generation, made by its `key`. Every method returns at once.
+
+    Not thread-safe; call only from the owner's thread.
+    """
+
+    def __init__(self, planner: Planner, clock: Callable[[], float]) -> None:
+        """Start without operations; `clock` is that of the planner's steps, in seconds."""
+        self._planner = planner
+        self._clock = clock
+        self._running: list[CacheOperation] = []
+
+    # -- blocks ---------------------------------------------------------------------------------
+
+    def delete(
+        self, keys: Sequence[OffloadKey], places: Collection[str] | None = None
+    ) -> CacheOperation:
+        """Delete blocks: from the next step on, no lookup finds them at these places.
+
+        Nothing that is under way brings them back: copies end first, then the blocks are gone.
+        While the operation runs, stores leave the blocks out. A tier that fails is asked again
+        until it confirms.
+
+        Args:
+            keys: The keys.
+            places: Where to delete them; None: in the primary and in every tier.
+
+        Raises:
+            StateError: A key has a wrong length, a place is unknown, or a tier cannot delete.
+            BusyError: Too many operations or blocks.
+        """
+        where = self._find(places)
+        unable = [name for name, i in where.items() if i is not None and not self._tier(i).deletes]
+        if unable:
+            raise StateError(
+                f"places: {', '.join(unable)} cannot delete blocks, and would serve them again; "
+                "name the places to delete from"
+            )
+        require_keys(keys)
+        self._limit(keys)
+        return self._begin(_Deleting(self._planner, frozenset(keys), where))
+
+    def count(
+        self, keys: Sequence[OffloadKey], places: Collection[str] | None = None
+    ) -> CacheOperation:
+        """Count how many of the blocks are readable in the primary, and present in each tier.
+
+        Arguments and errors as for `delete`; a tier that cannot be asked is left with an error.
+        """
+        where = self._find(places)
+        require_keys(keys)
+        self._limit(keys)
+        return self._begin(_Counting(self._planner, tuple(dict.fromkeys(keys)), where))
+
+    def list_keys(self, place: str, cursor: str | None = None) -> CacheOperation:
+        """List some keys of the blocks at one place, of every generation.
+
+        A block that is there throughout a listing is listed; those that a running deletion names
+        may be.
+
+        Args:
+            place: `"primary"` or a tier.
+            cursor: None to begin, or what the report before has returned.
+
+        Raises:
+            StateError: The place is unknown or cannot list its blocks, or the cursor is not valid.
+            BusyError: Too many operations.
+        """
+        ((name, index),) = self._find([place]).items()
+        is_own = index is None or self._tier(index).index.is_exact
+        if index is not None and not (is_own or self._tier(index).lists):
+            raise StateError(f"place: {name!r} cannot list its blocks; count named ones instead")
+        if is_own:
+            key_of_cursor(cursor)
+        self._limit(())
+        return self._begin(_Listing(self._planner, name, index, cursor))
+
+    def clear(self, tiers: Collection[str]) -> CacheOperation:
+        """Delete all blocks of tiers, of this model and configuration, whoever has stored them.
+
+        The tiers are not used until the operation has ended. A tier whose listing fails is used
+        again, with what it still has.
+
+        Raises:
+            StateError: A name is unknown or the primary's, or a tier cannot delete or list blocks.
+            BusyError: Too many operations.
+        """
+        named = {name: i for name, i in self._find(tiers).items() if i is not None}
+        if len(named) < len(set(tiers)):
+            raise StateError(f"tiers: {PRIMARY!r} is no tier; reset_cache() empties it")
+        for name, index in named.items():
+            tier = self._tier(index)
+            if not (tier.deletes and (tier.lists or tier.index.is_exact)):
+                raise StateError(
+                    f"tiers: {name!r} cannot list and delete its blocks; begin a new generation "
+                    "instead"
+                )
+        self._limit(())
+        return self._begin(_Clearing(self._planner, named))
+
+    def pin(self, keys: Sequence[OffloadKey], duration_s: float) -> int:
+        """Keep blocks that are readable in the primary for a time, or until `unpin` or a reset.
+
+        Pins take at most a quarter of the primary, and nothing that running requests have.
+
+        Args:
+            keys: The keys, most important first.
+            duration_s: At most an hour, from now on.
+
+        Returns:
+            The number of these blocks that are pinned.
+
+        Raises:
+            StateError: A key has a wrong length, or the duration is not valid.
+        """
+        require_keys(keys)
+        if not 0 < (limit_s := seconds(duration_s, "duration_s")) <= MOST_PIN_S:
+            raise StateError(
+                f"duration_s: {duration_s!r} is not valid; give more than 0 and at most "
+                f"{MOST_PIN_S:g} seconds, and pin again in time"
+            )
+        return self._planner.pins.pin(keys, self._clock() + limit_s)
+
+    def unpin(self, keys: Sequence[OffloadKey]) -> int:
+        """End the pins of blocks; return how many there were."""
+        return self._planner.pins.unpin(keys)
+
+    # -- steps ----------------------------------------------------------------------------------
+
+    @property
+    def places(self) -> Mapping[str, int | None]:
+        """The name of each place -> the tier's index; None for the primary."""
+        tiers = {tier.label: index for index, tier in enumerate(self._planner.tiers)}
+        return {PRIMARY: None, **tiers}
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step can advance an operation."""
+        return any(operation.has_work for operation in self._running)
+
+    def end_step(self) -> None:
+        """Advance the operations under way; call before the planner ends the step."""
+        self._running = [each for each in self._running if not each.is_done]
+        for operation in self._running:
+            operation.advance()
+
+    # -- internal -------------------------------------------------------------------------------
+
+    def _begin(self, operation: CacheOperation) -> CacheOperation:
+        self._running.append(operation)
+        return operation
+
+    def _limit(self, keys: Sequence[OffloadKey]) -> None:
+        running = [each.report.blocks for each in self._running if not each.is_done]
+        if len(running) >= MOST_OPERATIONS or sum(running) + len(keys) > MOST_KEYS:
+            raise BusyError(
+                f"{counted(len(keys), 'block')} while {len(running)} operations on {sum(running)} "
+                f"are under way: at most {MOST_OPERATIONS} on {MOST_KEYS}; wait for some of them, "
+                "or name fewer blocks"
+            )
+
+    def _find(self, places: Collection[str] | None) -> dict[str, int | None]:
+        known = self.places
+        if places is None:
+            return dict(known)
+        if isinstance(places, str) or not places or (unknown := set(places) - known.keys()):
+            wrong = places if isinstance(places, str) or not places else sorted(unknown)
+            raise StateError(
+                f"places: {wrong!r} is not valid; give a list of some of {', '.join(known)}"
+            )
+        return {name: known[name] for name in known if name in places}
+
+    def _tier(self, index: int) -> TierState:
+        return self._planner.tiers[index]

@@ -1,0 +1,245 @@
+"""Deleted blocks are gone at once, and nothing that was under way brings them back."""
+
+import pytest
+from core.terms import HIT, MISS, PENDING, RETRY, k, ks
+from core.world import World, stored_below
+
+from kvoffload_async.abc.events import CallEnded
+from kvoffload_async.core.deletions import KEYS_A_STEP, MOST_DELETIONS
+from kvoffload_async.errors import BusyError, StateError, TierClosedError
+
+
+def stored(names="ab", num_slots=8, tiers=1, **options):
+    """A world whose blocks are in the primary and in every tier."""
+    world = World(num_slots, tiers, **options)
+    ctx = world.begin()
+    world.store(ctx, names)
+    world.finish_all()
+    return world, ctx
+
+
+def end_calls(world):
+    while world.calls:
+        world.end_call()
+    world.step()
+
+
+def test_a_deleted_block_is_a_miss_at_once_and_gone_after_the_step():
+    world, ctx = stored()
+    deletion = world.delete("a")
+    assert world.lookups(ctx, "ab") == [MISS, HIT]
+    world.step()
+    assert world.primary.counts["free"] == 7
+    assert not deletion.is_done, "the tier has not confirmed it"
+    assert world.lookup(ctx, "a") is MISS
+    end_calls(world)
+    assert deletion.is_done
+    assert world.tiers[0].contents.keys() == {k("b")}
+    assert world.lookup(ctx, "a") is MISS
+    world.wind_down()
+
+
+def test_a_block_that_is_loaded_stays_until_its_load_has_ended():
+    world, ctx = stored(tiers=0)
+    world.lookups(ctx, "ab")
+    world.load(ctx, "ab")
+    deletion = world.delete("a")
+    world.step()
+    assert world.lookup(ctx, "a") is MISS
+    assert not deletion.is_done
+    world.loaded()  # reads the block's bytes
+    world.step()
+    assert deletion.is_done
+    assert world.primary.counts["free"] == 7
+    world.wind_down()
+
+
+def test_a_block_that_is_being_stored_never_becomes_readable():
+    world = World(8, 1)
+    ctx = world.begin()
+    world.offer(ctx, "ab")
+    world.delete("a")
+    world.step()
+    world.written()
+    assert world.lookups(ctx, "ab") == [MISS, HIT]
+    assert [job.keys for _, job in world.running.values()] == [(k("b"),)], "nor does it cascade"
+    world.wind_down()
+
+
+def test_a_block_that_is_being_promoted_never_becomes_readable():
+    world, ctx = stored_below()
+    assert world.lookups(ctx, "ab") == [PENDING, PENDING]
+    world.step()
+    world.delete("b")
+    world.finish_job()
+    assert world.lookups(ctx, "ab") == [HIT, MISS]
+    world.step()
+    end_calls(world)
+    assert world.tiers[0].contents.keys() == {k("a")}
+    world.wind_down()
+
+
+def test_a_copy_to_a_tier_that_ends_after_the_deletion_is_deleted_there():
+    world = World(8, 1)
+    ctx = world.begin()
+    world.store(ctx, "ab")
+    deletion = world.delete("a")
+    world.step()
+    assert not world.endable_calls(), "the tier deletes after its jobs on the block"
+    world.finish_all()
+    assert k("a") in world.tiers[0].contents
+    assert world.lookup(ctx, "a") is MISS
+    end_calls(world)
+    assert deletion.is_done
+    assert world.tiers[0].contents.keys() == {k("b")}
+    world.wind_down()
+
+
+def test_a_failed_copy_of_a_deleted_block_is_not_repeated():
+    world = World(8, 1)
+    ctx = world.begin()
+    world.store(ctx, "ab")
+    world.delete("a")
+    world.step()
+    world.fail()
+    for _ in range(4):
+        world.step()
+        world.finish_all()
+    end_calls(world)
+    assert world.tiers[0].contents.keys() == {k("b")}
+    world.wind_down()
+
+
+def test_a_block_that_is_pending_for_a_tier_is_dropped():
+    world = World(8, 1, copies_each=1)
+    ctx = world.begin()
+    world.store(ctx, "abc")
+    world.delete("bc")
+    world.step()
+    assert world.planner.tiers[0].counters.dropped["deleted"] == 2
+    world.finish_all()
+    end_calls(world)
+    assert world.tiers[0].contents.keys() == {k("a")}
+    world.wind_down()
+
+
+def test_an_answer_to_a_probe_from_before_the_deletion_does_not_bring_a_block_back():
+    world, ctx = stored_below(kinds={0: "probed"})
+    world.tiers[0].is_probing = True
+    assert world.lookup(ctx, "a") is RETRY
+    world.step()
+    world.delete("a")
+    world.step()
+    world.end_call()
+    world.step()
+    assert not world.planner.deletions.running
+    state = world.planner.tiers[0]
+    (generation,) = world.tiers[0].probes
+    world.tiers[0].contents[k("a")] = "what the probe saw"
+    world.tiers[0].is_probing = False
+    world.step()
+    assert generation not in world.tiers[0].probes
+    assert state.index.lookup(k("a"), ctx) is MISS
+    del world.tiers[0].contents[k("a")]
+    world.wind_down()
+
+
+def test_a_ticket_ends_before_a_deleted_block():
+    world, ctx = stored_below(names="abc")
+    world.lookups(ctx, "abc")
+    world.step()
+    world.finish_job()
+    world.delete("b")
+    world.step()
+    assert world.planner.room.named_blocks == 1
+    assert world.lookups(ctx, "abc", stop_at_miss=True) == [HIT, MISS]
+    world.wind_down()
+
+
+def test_a_tier_that_fails_to_delete_is_asked_again_and_its_block_stays_absent():
+    world, ctx = stored()
+    deletion = world.delete("ab")
+    world.step()
+    world.end_call(failed=[1])
+    assert deletion.left == {0: 1}
+    assert isinstance(deletion.errors[0], Exception)
+    assert world.lookups(ctx, "ab") == [MISS, MISS]
+    for _ in range(3):
+        world.step(1.0)
+    (retried,) = world.calls.values()
+    assert len(retried.keys) == 1
+    end_calls(world)
+    assert deletion.is_done
+    assert not deletion.errors
+    world.wind_down()
+
+
+def test_a_deleted_block_can_be_stored_anew():
+    world, ctx = stored()
+    world.delete("a")
+    assert world.offer(ctx, "a").keys_to_store == [], "not while it is being deleted"
+    world.step()
+    end_calls(world)
+    world.store(ctx, "a")
+    assert world.lookup(ctx, "a") is HIT
+    world.finish_all()
+    assert k("a") in world.tiers[0].contents
+    world.wind_down()
+
+
+def test_a_tier_alone_forgets_a_block_that_the_primary_keeps():
+    world, ctx = stored(tiers=2)
+    world.delete("a", [1], in_primary=False)
+    world.step()
+    end_calls(world)
+    assert world.lookup(ctx, "a") is HIT
+    assert k("a") in world.tiers[0].contents
+    assert k("a") not in world.tiers[1].contents
+    world.wind_down()
+
+
+def test_a_step_deletes_a_bounded_number_of_blocks():
+    names = list(range(3 * KEYS_A_STEP))
+    world, ctx = stored(names, num_slots=len(names), tiers=0)
+    world.delete(names)
+    for step in range(1, 4):
+        assert world.planner.has_pending_work
+        world.step()
+        assert world.primary.counts["free"] == step * KEYS_A_STEP
+        assert set(world.lookups(ctx, names)) == {MISS}, "all of them are barred from the first"
+    assert not world.planner.deletions.running
+    world.wind_down()
+
+
+def test_deletions_are_bounded():
+    world = World(4, 1)
+    for name in range(MOST_DELETIONS):
+        world.delete([name])
+    with pytest.raises(BusyError, match=r"deletions .* are under way: at most .*delete in parts"):
+        world.delete(["x"])
+    with pytest.raises(StateError, match="too short"):
+        World(4, 0).planner.delete([b"x"], ())
+
+
+def test_a_tier_that_is_closed_ends_its_part():
+    world, _ = stored()
+    deletion = world.delete("a")
+    world.step()
+    world.planner.tiers[0].close()
+    assert isinstance(deletion.errors[0], TierClosedError)
+    (call_id,) = (call_id for _, call_id in world.calls)
+    world.planner.tiers[0].handle(CallEnded(call_id, "delete", frozenset({k("a")})))
+    world.calls.clear()
+    world.planner.close()
+    assert deletion.is_done
+    assert not world.primary.barred.sets
+
+
+def test_a_lookup_of_other_blocks_is_not_disturbed_by_a_deletion():
+    world, ctx = stored("abcd")
+    world.delete(ks("bd"))
+    assert world.lookups(ctx, "abcd") == [HIT, MISS, HIT, MISS]
+    world.load(ctx, "ac")
+    world.step()
+    world.loaded()
+    world.wind_down()

@@ -1,0 +1,245 @@
+"""Cached blocks are managed through the manager, between a scheduler's steps."""
+
+import pytest
+from facade.worlds import HIT, MISS, RETRY, World, filled, k, ks
+
+from kvoffload_async.abc.tier import TierCapabilities
+from kvoffload_async.core.deletions import MOST_KEYS
+from kvoffload_async.errors import BusyError, ClosedError, StateError, TierUnavailableError
+from kvoffload_async.facade.cache import MOST_OPERATIONS
+from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.facade.spec import TieringOffloadingSpec
+from kvoffload_async.testing.harness import key_of
+from kvoffload_async.types import ReqContext
+
+EXACT = TierCapabilities(exclusive=True, deletes=True)
+LISTED = TierCapabilities(exclusive=False, deletes=True, lists=True)
+PROBED = TierCapabilities(exclusive=False, deletes=True)
+
+
+class Overriding(SecondaryTierManager):
+    """A third party's manager."""
+
+    def on_new_request(self, req_context):
+        return super().on_new_request(req_context)
+
+    def submit_store(self, job_metadata):
+        super().submit_store(job_metadata)
+
+
+def progress(world, operation, steps=20):
+    for _ in range(steps):
+        world.step()
+        world.finish_all()
+        if operation.is_done:
+            break
+    return operation.report
+
+
+def test_a_deletion_begins_at_the_end_of_the_step():
+    world = World(EXACT)
+    world.begin("r")
+    world.store(1, 2)
+    world.rest()
+    assert world.lookup(1) is HIT
+    operation = world.manager.cache.delete(ks(1))
+    assert world.lookup(1) is HIT, "the step has found it"
+    world.load(1)
+    world.step()
+    assert world.lookup(1) is MISS
+    assert progress(world, operation).is_complete
+    assert world.tiers[0].blocks.keys() == {k(2)}
+    world.end()
+
+
+def test_operations_and_their_blocks_are_bounded():
+    world = World(EXACT)
+    cache = world.manager.cache
+    with pytest.raises(BusyError, match="at most 64 on 1048576; wait for some of them"):
+        cache.count([k(1)] * (MOST_KEYS + 1))
+    operations = [cache.delete([k(number)]) for number in range(MOST_OPERATIONS)]
+    with pytest.raises(BusyError, match="operations on 64 are under way"):
+        cache.count([k(1)])
+    for operation in operations:
+        assert progress(world, operation).is_complete
+    assert progress(world, cache.count([k(1)])).is_complete
+    world.end()
+
+
+def test_a_managers_scheduler_has_work_until_an_operation_can_only_wait():
+    world = World(EXACT)
+    world.manager.cache.delete(ks(1))
+    assert world.manager.has_pending_work()
+    world.step()
+    assert world.manager.has_pending_work(), "the tier deletes"
+    world.rest()
+    world.end()
+
+
+def test_a_third_partys_manager_cannot_delete_and_is_not_counted():
+    world = World(EXACT, EXACT, manager_class=(SecondaryTierManager, Overriding))
+    cache = world.manager.cache
+    with pytest.raises(StateError, match="tier1 cannot delete blocks"):
+        cache.delete(ks(1))
+    report = progress(world, cache.count(ks(1)))
+    assert report.left == {"primary": 0, "tier0": 0, "tier1": 1}
+    assert report.errors == {"tier1": "its manager has no operation 'contains'"}
+    world.end()
+
+
+@pytest.mark.parametrize("capabilities", [EXACT, LISTED])
+def test_a_tier_is_cleared_and_not_used_meanwhile(capabilities):
+    world = World(capabilities)
+    filled(world, 1, 2, 3)
+    operation = world.manager.cache.clear(["tier0"])
+    world.step()
+    world.begin("r")
+    assert [world.lookup(number) for number in (1, 9)] == [MISS, MISS]
+    assert world.manager.stats().tiers[0].skipped_lookups["clearing"] > 0
+    world.store(4)
+    world.step()
+    assert not [parked for parked in world.parked() if parked.job], "nothing is stored"
+    report = progress(world, operation)
+    assert report.done == {"tier0": 3}
+    assert report.is_complete
+    world.runner.advance(1.0)
+    world.rest()
+    assert world.tiers[0].blocks.keys() == {k(4)}, "what was pending has been stored"
+    assert [world.lookup(number) for number in (1, 4)] in ([MISS, HIT], [RETRY, HIT])
+    world.end()
+
+
+def test_clearing_waits_for_stores_under_way():
+    world = World(EXACT)
+    world.begin("r")
+    world.store(1)
+    world.step()
+    operation = world.manager.cache.clear(["tier0"])
+    world.step()
+    world.step()
+    assert [parked.kind.name for parked in world.parked()] == ["STORE"]
+    assert progress(world, operation).is_complete
+    assert not world.tiers[0].blocks
+    world.end()
+
+
+def test_a_reset_reaches_only_the_tiers_that_it_names():
+    world = World(EXACT, EXACT)
+    filled(world, 1, 2)
+    with pytest.raises(StateError, match="is not valid"):
+        world.manager.reset_cache(tiers=["disk"])
+    world.manager.reset_cache(tiers=["tier1"])
+    world.manager.on_reset_flushed()
+    world.rest()
+    assert world.tiers[0].blocks.keys() == set(ks(1, 2))
+    assert not world.tiers[1].blocks
+    world.end()
+
+
+def test_a_listing_that_fails_ends_the_clearing():
+    world = World(LISTED)
+    filled(world, 1)
+    operation = world.manager.cache.clear(["tier0"])
+    world.step()
+    world.finish_job(error=TierUnavailableError("down"))
+    report = progress(world, operation)
+    assert operation.is_done
+    assert (report.left, report.errors) == ({"tier0": 1}, {"tier0": "down"})
+    world.begin("r")
+    assert world.lookup(1) is RETRY, "it is in use again"
+    world.end()
+
+
+def test_tiers_that_cannot_be_cleared_or_listed_are_refused():
+    world = World(PROBED, EXACT)
+    cache = world.manager.cache
+    with pytest.raises(StateError, match="'tier0' cannot list and delete its blocks"):
+        cache.clear(["tier0"])
+    with pytest.raises(StateError, match="'primary' is no tier"):
+        cache.clear(["primary", "tier1"])
+    with pytest.raises(StateError, match="'tier0' cannot list its blocks"):
+        cache.list_keys("tier0")
+    with pytest.raises(StateError, match="cursor: 'x'"):
+        cache.list_keys("tier1", "x")
+    world.end()
+
+
+@pytest.mark.parametrize("place", ["primary", "tier0", "tier1"])
+def test_every_block_of_a_place_is_listed(place, monkeypatch):
+    monkeypatch.setattr("kvoffload_async.facade.cache.KEYS_A_STEP", 3)
+    world = World(EXACT, LISTED)
+    world.begin("r")
+    world.store(*range(7))
+    world.rest()
+    world.tiers[1].page = 3
+    keys, cursor = [], None
+    for _ in range(5):
+        operation = world.manager.cache.list_keys(place, cursor)
+        report = progress(world, operation)
+        keys += report.keys
+        if (cursor := report.cursor) is None:
+            break
+    assert sorted(keys) == sorted(ks(*range(7)))
+    world.end()
+
+
+def test_pins_by_the_manager_keep_blocks_until_their_time():
+    world = World(num_slots=8)
+    world.begin("r")
+    world.store(1, 2)
+    world.runner.advance(100.0)
+    assert world.manager.cache.pin(ks(1, 2), 10.0) == 2
+    world.step()
+    assert world.counts["pinned"] == 2
+    assert 9.0 < world.manager.wakes_in_s() <= 10.0
+    world.runner.advance(11.0)
+    world.step()
+    assert world.counts["pinned"] == 0
+    world.end()
+
+
+def test_a_deletion_under_way_ends_incomplete_when_the_manager_is_shut_down():
+    world = World(EXACT)
+    filled(world, 1)
+    operation = world.manager.cache.delete(ks(1), ["tier0"])
+    world.manager.on_schedule_end()
+    world.end()
+    assert operation.is_done
+    assert operation.report.left == {"tier0": 1}
+    with pytest.raises(ClosedError):
+        world.manager.finish(operation, 1.0)
+
+
+@pytest.mark.parametrize("tier", ["slab", "fs", "example"])
+def test_a_block_is_deleted_from_a_real_tier_without_a_scheduler(tmp_path, tier):
+    options = {
+        "slab": {"root_dir": str(tmp_path), "capacity_bytes": 4 << 20},
+        "fs": {"root_dir": str(tmp_path)},
+        "example": {},
+    }
+    config = {
+        "cpu_bytes_to_use": 8 * 4096,
+        "block_bytes": 4096,
+        "model": "m",
+        "secondary_tiers": [{"type": tier, **options[tier]}],
+    }
+    keys = [key_of(number) for number in range(3)]
+    with TieringOffloadingSpec(config) as spec:
+        manager = spec.get_manager()
+        ctx = ReqContext("r")
+        manager.on_new_request(ctx)
+        output = manager.prepare_store(keys, ctx)
+        manager.complete_store(output.keys_to_store, ctx)
+        manager.on_request_finished(ctx)
+        while manager.has_pending_work():
+            manager.on_schedule_end()
+            manager.wait_for_progress(10.0)
+        report = manager.finish(manager.cache.count(keys), 60.0)
+        assert report.done == {"primary": 3, tier: 3}
+        report = manager.finish(manager.cache.delete(keys[:2]), 60.0)
+        assert report.is_complete
+        report = manager.finish(manager.cache.count(keys), 60.0)
+        assert report.done == {"primary": 1, tier: 1}
+        assert manager.finish(manager.cache.list_keys(tier), 60.0).keys == keys[2:]
+        assert manager.finish(manager.cache.clear([tier]), 60.0).is_complete
+        assert manager.finish(manager.cache.count(keys, [tier]), 60.0).done == {tier: 0}
