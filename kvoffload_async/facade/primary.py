@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from math import inf
 from typing import Final
@@ -10,6 +11,7 @@ from kvoffload_async.core.admission import Admission, AdmissionFilter
 from kvoffload_async.core.primary import PRIMARY_FIGURES, Primary, read_primary
 from kvoffload_async.errors import ClosedError, ConfigError
 from kvoffload_async.facade.manager import OffloadingManager
+from kvoffload_async.hints import read_hints
 from kvoffload_async.policies.hd import GHOSTS_PER_BLOCK, LEAST_GHOSTS, HdPolicy
 from kvoffload_async.policies.reuse import ReuseModel
 from kvoffload_async.registry import create_policy
@@ -113,6 +115,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         return self.core.room_made
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        read_hints(req_context, self.core.counters.hints)
         self.core.open_request(req_context)
         return RequestOffloadingContext()
 
@@ -156,7 +159,8 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         self.core.close_request(req_context)
 
     def on_schedule_end(self, context: ScheduleEndContext | None = None) -> None:
-        """Do nothing: a primary alone has no deferred work."""
+        """End retentions: a primary alone has no deferred work."""
+        self.core.begin_step(time.monotonic())
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         return self.core.take_events()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -41,14 +40,6 @@ from kvoffload_async.types import (
     TransferResult,
     as_block_ids,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class _Hints:
-    """vLLM's `kv_hints` of a request, kept for tiers that are written for vLLM."""
-
-    value: Any
-
 
 _LOOKUP: Final = {own: base.LookupResult[own.name] for own in LookupResult}
 _POLICY: Final = {
@@ -84,11 +75,9 @@ def request_of(context: base.ReqContext) -> ReqContext:
         context.req_id,
         context.kv_transfer_params,
         load_tier_filter=tier_filter(context.load_tier_filter),
+        kv_hints=context.kv_hints,
     )
     share_positions(context, made)
-    hints = getattr(context, "kv_hints", None)
-    if hints is not None:
-        made.put_scratch(_Hints(hints))
     context.set_state(made)
     return made
 
@@ -316,10 +305,7 @@ def context_of(request: ReqContext) -> base.ReqContext:
     """
     known = request.get_scratch(base.ReqContext)
     if known is None:
-        hints = request.get_scratch(_Hints)
-        known = base.ReqContext(request.req_id, request.kv_transfer_params)
-        if hints is not None:
-            known.kv_hints = hints.value
+        known = base.ReqContext(request.req_id, request.kv_transfer_params, request.kv_hints)
         request.put_scratch(known)
     return known
 
