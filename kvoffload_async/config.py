@@ -66,10 +66,10 @@ class _SecretlessRepr(reprlib.Repr):
         return super().repr_dict(masked, level)
 
     def repr_int(self, x: int, level: int) -> str:
-        bits = x.bit_length()  # Python converts no number of thousands of digits
-        return (
-            super().repr_int(x, level) if bits < _MAX_DIGITS * 8 else f"an integer of {bits} bits"
-        )
+        try:
+            return super().repr_int(x, level)
+        except ValueError:  # Python prints no number of thousands of digits
+            return f"an integer of {x.bit_length()} bits"
 
 
 _REPR: Final = _SecretlessRepr()
