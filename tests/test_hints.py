@@ -203,6 +203,11 @@ def test_an_invalid_hint_of_a_program_is_an_error_that_names_key_value_and_remed
     assert value is HUGE or value is DEEP or str(value)[:5] in text
 
 
+def test_a_program_may_give_no_hints_and_any_collection_of_matchers():
+    assert parse_hints(None) is NO_HINTS
+    assert parse_tiers([TierMatcher()]) == ALL_TIERS
+
+
 def test_a_program_learns_of_an_unknown_hint_and_of_a_wrong_structure():
     with pytest.raises(ConfigError, match=r"hints: unknown key 'retain'.*retain_s.*allowed: max"):
         parse_hints({"retain": 5})

@@ -1,7 +1,7 @@
 """Blocks of the primary that hints of requests put at an end of the order of eviction.
 
-    unmarked --stored at low priority--> first
-    first --used by another request--> unmarked
+    unmarked --stored at low priority--> low --end of such a request--> first
+    low or first --used by a request of another priority--> unmarked
     unmarked --used by a request that retains--> retained
     retained --time, share exceeded, or no others left to evict--> unmarked
     any --evicted, or write failed--> unmarked
@@ -26,8 +26,9 @@ _SHARE: Final = 4
 """At most one slot in four is retained."""
 _SECONDS: Final = MOST_RETAIN_S + 2
 """Number of lists per priority: the ends of two retentions in one list are the same second."""
-_FIRST: Final = 1
-_RETAINED: Final = 2
+_LOW: Final = 1
+_FIRST: Final = 2
+_RETAINED: Final = 3
 _SLOTS_A_STEP: Final = 4096
 """Maximum number of retentions that end in a step because of their time."""
 
@@ -41,15 +42,17 @@ class HintedBlocks:
 
     Attributes:
         retained: Number of slots that are retained.
+        num_low: Number of slots whose blocks were stored at low priority, and used at no other.
     """
 
     def __init__(self, num_slots: int) -> None:
         """Start without marks, for a primary of `num_slots` slots."""
         self.retained = 0
+        self.num_low = 0
         self._most = num_slots // _SHARE
         self._lists = NumberLists(num_slots, 2 * _SECONDS)
         self._list_of = integers(num_slots)
-        """Slot -> 0 if unmarked, `_FIRST`, or the list that it is retained in, plus `_RETAINED`."""
+        """Slot -> 0 if unmarked, `_LOW`, `_FIRST`, or `_RETAINED` plus the list that it is in."""
         self._first = NumberLists(num_slots)
         self._ends: tuple[list[int], list[int]] = ([], [])
         """By priority: a heap of the seconds in which retentions end, or would have ended."""
@@ -66,29 +69,32 @@ class HintedBlocks:
         return self._list_of[slot] >= _RETAINED
 
     def is_marked(self, slot: int) -> bool:
-        """Return whether a block is evicted first or last."""
+        """Return whether a block has any mark."""
         return self._list_of[slot] != 0
 
     # -- marks ----------------------------------------------------------------------------------
 
-    def put_first(self, slots: Sequence[int]) -> None:
-        """Mark new blocks to be evicted first, in order."""
+    def note_low(self, slots: Sequence[int]) -> None:
+        """Mark new blocks as stored at low priority; they are evicted first once `use` says so."""
         for slot in slots:
-            self._list_of[slot] = _FIRST
-        self._first.append(slots)
+            self._list_of[slot] = _LOW
+        self.num_low += len(slots)
 
     def use(self, slots: Sequence[int], *, is_low: bool) -> None:
-        """Unmark blocks that a request has used and that were to be evicted first.
+        """Record the blocks that a request has used, at its end.
 
-        At low priority they only move behind the others, in order.
+        Those stored at low priority are now evicted first, in the given order and after those of
+        earlier requests; or, if the request had another priority, no longer.
         """
-        first = [slot for slot in slots if self._list_of[slot] == _FIRST]
+        list_of = self._list_of
+        self._first.remove([slot for slot in slots if list_of[slot] == _FIRST])
+        low = [slot for slot in slots if list_of[slot] in {_LOW, _FIRST}]
+        for slot in low:
+            list_of[slot] = _FIRST if is_low else 0
         if is_low:
-            self._first.move_to_end(first)
+            self._first.append(low)
         else:
-            self._first.remove(first)
-            for slot in first:
-                self._list_of[slot] = 0
+            self.num_low -= len(low)
 
     def retain(
         self, slots: Sequence[int], now_s: float, seconds: float, *, is_high: bool
@@ -165,25 +171,29 @@ class HintedBlocks:
     def forget(self, slots: Sequence[int]) -> None:
         """Unmark slots whose blocks leave the primary."""
         for slot in slots:
-            marked = self._list_of[slot]
-            if marked == _FIRST:
-                self._first.remove([slot])
-                self._list_of[slot] = 0
-            elif marked:
+            mark = self._list_of[slot]
+            if mark >= _RETAINED:
                 self._unlink(slot)
+            elif mark:
+                if mark == _FIRST:
+                    self._first.remove([slot])
+                self.num_low -= 1
+                self._list_of[slot] = 0
 
     # -- inspection -----------------------------------------------------------------------------
 
     def violations(self) -> Iterator[str]:
         """Yield descriptions of the violated invariants."""
-        first = list(self._first.walk())
-        members = dict.fromkeys(first, _FIRST)
+        members = dict.fromkeys(self._first.walk(), _FIRST)
         for which in self._end_of:
             members |= dict.fromkeys(self._lists.walk(which), which + _RETAINED)
-        marks = {slot: mark for slot, mark in enumerate(self._list_of) if mark}
+        marks = {slot: mark for slot, mark in enumerate(self._list_of) if mark >= _FIRST}
+        num_low = sum(mark in {_LOW, _FIRST} for mark in self._list_of)
+        if num_low != self.num_low:
+            yield f"{self.num_low} blocks are counted as stored at low priority, not {num_low}"
         if members != marks:
             yield f"the lists have {members}, the marks are {marks}"
-        if self.retained != len(marks) - len(first) or self.retained > self._most:
+        if self.retained != sum(map(self.is_retained, marks)) or self.retained > self._most:
             yield f"{self.retained} blocks are counted as retained, of {self._most}"
         if sorted(self._end_of.values()) != sorted(chain(*self._ends)):
             yield f"the heaps have {self._ends}, the lists {self._end_of}"

@@ -551,7 +551,7 @@ class ResidentBlocks:
 
     def _rank(self, ctx: ReqContext, accesses: Accesses) -> None:
         """Report a request's accesses to the policy, head to tail; skips absent keys."""
-        if ctx.hints is not NO_HINTS or (self.hinted is not None and self.hinted.has_first):
+        if ctx.hints is not NO_HINTS or (self.hinted is not None and self.hinted.num_low):
             accesses = tuple(accesses)
             self._apply_hints(ctx.hints, [key for key, _ in accesses])
         if self.policy.follows_requests:
@@ -790,7 +790,7 @@ class Primary(ResidentBlocks):
     ) -> None:
         self._recency.note(ctx, keys, reused=False)
         if ctx.hints.priority is Priority.LOW:
-            self._marks().put_first(slots[::-1])
+            self._marks().note_low(slots)
 
     def allow_anew(self, count: int) -> None:
         """Record that stores may now take up to `count` slots that were withheld from them."""

@@ -1,5 +1,7 @@
 """Hints and the order of eviction: the marks, and the primary under each policy."""
 
+import re
+
 import pytest
 from core.states import POLICIES
 from core.terms import k, ks, ranked
@@ -22,22 +24,27 @@ SOME = st.lists(st.integers(0, SLOTS - 1), unique=True, max_size=6)
 CALLS = st.lists(
     st.one_of(
         st.tuples(st.just("retain"), SOME, st.sampled_from([1, 2.5, 40, 3600]), st.booleans()),
-        st.tuples(st.just("put_first"), SOME),
+        st.tuples(st.just("note_low"), SOME),
         st.tuples(st.just("use"), SOME, st.booleans()),
         st.tuples(st.just("forget"), SOME),
         st.tuples(st.just("give_up"), st.integers(0, 3)),
         st.tuples(st.just("first"), st.integers(1, 3)),
         st.tuples(st.just("pass"), st.sampled_from([0.5, 2, 50, 3601, 7300])),
     ),
-    max_size=25,
+    min_size=8,
+    max_size=30,
 )
 
 
 class Model:
-    """Marks as plain lists: slots to be evicted first, and (priority, end, slot) in their order."""
+    """Marks as plain lists.
+
+    Slots stored at low priority, those of them to be evicted first, and (priority, end, slot).
+    """
 
     def __init__(self):
         self.now_s = 0.0
+        self.low = set()
         self.first = []
         self.retained = []
 
@@ -56,6 +63,7 @@ class Model:
         return self.ends(max(0, len(self.retained) - SLOTS // 4))
 
     def forget(self, slots):
+        self.low -= set(slots)
         self.first = [slot for slot in self.first if slot not in slots]
         self.retained = [entry for entry in self.retained if entry[2] not in slots]
 
@@ -66,17 +74,19 @@ def test_the_marks_agree_with_plain_lists(calls):
     for call, *arguments in calls:
         match call, *arguments:
             case "retain", slots, seconds, is_high:
-                slots = [slot for slot in slots if slot not in model.first]
+                slots = [slot for slot in slots if slot not in model.low]
                 ended = marks.retain(slots, model.now_s, seconds, is_high=is_high)
                 assert ended == model.retain(slots, seconds, is_high)
-            case "put_first", slots:
+            case "note_low", slots:
                 slots = [slot for slot in slots if not marks.is_marked(slot)]
-                marks.put_first(slots)
-                model.first += slots
+                marks.note_low(slots)
+                model.low.update(slots)
             case "use", slots, is_low:
-                used = [slot for slot in slots if slot in model.first]
+                used = [slot for slot in slots if slot in model.low]
                 marks.use(slots, is_low=is_low)
-                model.first = [slot for slot in model.first if slot not in used] + used * is_low
+                model.forget(used)
+                model.first += used * is_low
+                model.low.update(used * is_low)
             case "forget", slots:
                 marks.forget(slots)
                 model.forget(slots)
@@ -88,11 +98,11 @@ def test_the_marks_agree_with_plain_lists(calls):
                 model.now_s += seconds
                 due = [slot for _, end, slot in model.retained if end <= model.now_s]
                 assert sorted(marks.expire(model.now_s)) == sorted(due)
-                model.forget(due)
+                model.retained = [entry for entry in model.retained if entry[1] > model.now_s]
         assert list(marks.violations()) == []
         retained = {slot for _, _, slot in model.retained}
         assert {slot for slot in range(SLOTS) if marks.is_retained(slot)} == retained
-        assert marks.has_first == bool(model.first)
+        assert (marks.has_first, marks.num_low) == (bool(model.first), len(model.low))
 
 
 def test_retentions_end_a_bounded_number_per_step():
@@ -113,9 +123,27 @@ def test_a_retention_that_has_ended_is_not_prolonged_before_its_turn():
     assert marks.retained == 0
 
 
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda marks: marks._first.append([5]), r"the lists have \{5: 2, .*"),
+        (lambda marks: setattr(marks, "num_low", 1), "1 blocks are counted as stored at low.*"),
+        (lambda marks: setattr(marks, "retained", 3), "3 blocks are counted as retained, of 2"),
+        (lambda marks: marks._ends[1].append(7), r"the heaps have \(\[\], \[1, 7\]\), .*"),
+    ],
+)
+def test_damaged_marks_are_noticed(damage, message):
+    marks = HintedBlocks(8)
+    marks.retain([1, 2], 0.0, 1.0, is_high=True)
+    assert list(marks.violations()) == []
+    damage(marks)
+    assert [bool(re.fullmatch(message, text)) for text in marks.violations()][:1] == [True]
+
+
 def test_blocks_in_use_give_their_place_among_those_evicted_first():
     marks = HintedBlocks(8)
-    marks.put_first(range(8))
+    marks.note_low(range(8))
+    marks.use(range(8), is_low=True)
     assert marks.first(2, lambda slot: slot > 3) == []
     assert marks.first(2, lambda slot: slot > 3) == [4, 5]
 
@@ -123,9 +151,10 @@ def test_blocks_in_use_give_their_place_among_those_evicted_first():
 # -- the primary --------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=sorted(POLICIES))
+@pytest.fixture(params=[(name, whole) for name in sorted(POLICIES) for whole in (False, True)])
 def primary(request):
-    return Primary(8, POLICIES[request.param](8), accept_prefix=True)
+    name, accept_prefix = request.param
+    return Primary(8, POLICIES[name](8), accept_prefix=accept_prefix)
 
 
 def begin(primary, names, hints=NO_HINTS):
@@ -250,12 +279,22 @@ def test_a_use_by_another_request_ends_low_priority(primary):
     assert "a" not in store(primary, "j")
 
 
+def test_a_use_by_another_request_counts_while_the_one_of_low_priority_still_runs(primary):
+    ctx = begin(primary, "ab", LOW)
+    granted = primary.prepare_store(ctx, ks("ab"))
+    primary.complete_store(ctx, granted.keys_to_store, success=True)
+    use(primary, "a")
+    primary.close_request(ctx)
+    store(primary, "cdefgh")
+    assert (store(primary, "i"), primary.hinted.has_first) == ("b", False)
+
+
 def test_low_priority_does_not_lower_what_another_request_gave(primary):
     store(primary, "ab", Hints(retain_s=60))
     store(primary, "cd")
     use(primary, "abcd", LOW)
     store(primary, "efgh")
-    assert not primary.hinted.has_first
+    assert not primary.hinted.num_low
     assert primary.hinted_blocks == 2
 
 
@@ -279,24 +318,31 @@ def test_a_request_of_low_priority_keeps_its_own_head_while_it_stores_its_tail(p
 
 
 def test_a_store_that_finds_no_room_leaves_blocks_of_low_priority(primary):
-    primary.drops_pending = False
     store(primary, "ab", LOW)
-    others = begin(primary, "cdefgh")
-    primary.prepare_store(others, ks("cdefgh"))
+    store(primary, "cdefgh")
+    primary.protect([primary.slot_of(key) for key in ks("cdefgh")])
+    primary._accept_prefix = False
     before = ranked(primary)
-    plain = Primary(2, POLICIES["lru"](2))
-    store(plain, "ab", LOW)
-    ctx = begin(plain, "xyz")
-    assert plain.prepare_store(ctx, ks("xyz")) is None
-    assert resident(plain) == set("ab")
-    assert ranked(primary) == before
+    assert primary.prepare_store(begin(primary, "xyz"), ks("xyz")) is None
+    assert (ranked(primary), primary.hinted.has_first) == (before, True)
+    assert store(primary, "x") == "b"
 
 
 def test_a_failed_write_leaves_no_mark(primary):
     ctx = begin(primary, "ab", LOW)
     granted = primary.prepare_store(ctx, ks("ab"))
     primary.complete_store(ctx, granted.keys_to_store, success=False)
-    assert not primary.hinted.has_first
+    assert not primary.hinted.num_low
+
+
+def test_a_failed_write_of_a_block_that_another_request_had_retained_leaves_no_mark(primary):
+    retaining, writer = begin(primary, "a", HIGH), begin(primary, "a")
+    primary.touch(retaining, ks("a"))
+    primary.prepare_store(writer, ks("a"))
+    primary.close_request(retaining)
+    assert primary.hinted_blocks == 1
+    primary.complete_store(writer, ks("a"), success=False)
+    assert primary.hinted_blocks == 0
 
 
 def test_a_reset_forgets_the_hints(primary):
@@ -369,6 +415,6 @@ def test_a_mark_of_a_free_slot_is_an_invariants_violation():
     world.store(ctx, "a")
     world.finish(ctx)
     check_state(world.planner)
-    world.primary.hinted.put_first([7])
+    world.primary.hinted.note_low([7])
     with pytest.raises(InvariantError, match=r"P13.*slot 7 is marked by a hint, but free"):
         check_state(world.planner)
