@@ -116,8 +116,7 @@ class HintedBlocks:
             marks = is_high, end
             which = self._list_of[slot] - _RETAINED
             if which >= 0:
-                if self._end_of[which] > now_s:
-                    marks = is_high or which >= _SECONDS, max(end, self._end_of[which])
+                marks = is_high or which >= _SECONDS, max(end, self._end_of[which])
                 self._unlink(slot)
             moved.setdefault(marks, []).append(slot)
         for (high, last), group in moved.items():

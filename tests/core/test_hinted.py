@@ -113,7 +113,7 @@ def test_retentions_end_a_bounded_number_per_step():
 
 def test_a_retention_that_has_ended_is_not_prolonged_before_its_turn():
     marks = HintedBlocks(40_000)
-    marks.retain(range(10_000), 0.0, 1.0, is_high=True)
+    marks.retain(range(10_000), 0.0, 1.0, is_high=False)
     marks.expire(5.0)
     marks.retain([9_999], 5.0, 10.0, is_high=False)
     while marks.expire(14.0):
@@ -265,9 +265,9 @@ def test_blocks_of_low_priority_are_evicted_first_the_tail_foremost(primary):
     store(primary, "ef", LOW)
     store(primary, "gh")
     assert store(primary, "i") == "f"
+    assert primary.hinted.num_low == 1
     assert store(primary, "jk")[0] == "e"
-    check = primary.policy.violations()
-    assert list(check) == []
+    assert list(primary.policy.violations()) == []
 
 
 def test_a_use_by_another_request_ends_low_priority(primary):
@@ -315,6 +315,15 @@ def test_a_request_of_low_priority_keeps_its_own_head_while_it_stores_its_tail(p
         granted = primary.prepare_store(ctx, ks(names))
         primary.complete_store(ctx, granted.keys_to_store, success=True)
         assert not set(named(granted.evicted_keys)) & set("ab")
+
+
+def test_a_request_of_low_priority_keeps_the_head_that_it_has_found():
+    primary = Primary(8, POLICIES["lru"](8), accept_prefix=True)
+    store(primary, "ab", LOW)
+    store(primary, "cdefgh")
+    ctx = begin(primary, "abxy", LOW)
+    primary.touch(ctx, ks("ab"))
+    assert not set(named(primary.prepare_store(ctx, ks("xy")).evicted_keys)) & set("ab")
 
 
 def test_a_store_that_finds_no_room_leaves_blocks_of_low_priority(primary):
