@@ -264,7 +264,8 @@ def test_blocks_of_low_priority_are_evicted_first_the_tail_foremost(primary):
     store(primary, "abcd")
     store(primary, "ef", LOW)
     store(primary, "gh")
-    assert store(primary, "i") == "f"
+    running = begin(primary, "i")
+    assert primary.prepare_store(running, ks("i")).evicted_keys == ks("f")
     assert primary.hinted.num_low == 1
     assert store(primary, "jk")[0] == "e"
     assert list(primary.policy.violations()) == []
