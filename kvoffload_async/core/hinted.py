@@ -29,7 +29,7 @@ _SECONDS: Final = MOST_RETAIN_S + 2
 _LOW: Final = 1
 _FIRST: Final = 2
 _RETAINED: Final = 3
-_SLOTS_A_STEP: Final = 4096
+_SLOTS_A_STEP: Final = 2048
 """Maximum number of retentions that end in a step because of their time."""
 
 

@@ -1070,7 +1070,8 @@ class Primary(ResidentBlocks):
         None if it finds too few.
         """
         while True:
-            is_evictable, skipped = self._first_test, list[int]()
+            is_evictable = self._first_test
+            skipped: list[int] = []
             if is_own_prefix is not None:
                 is_evictable, skipped = self._eviction_test(is_own_prefix)
             victims = self.policy.make_room(missing, deficit, is_evictable)

@@ -108,7 +108,7 @@ def test_the_marks_agree_with_plain_lists(calls):
 def test_retentions_end_a_bounded_number_per_step():
     marks = HintedBlocks(40_000)
     marks.retain(range(10_000), 0.0, 1.0, is_high=False)
-    assert [len(marks.expire(5.0)) for _ in range(4)] == [4096, 4096, 1808, 0]
+    assert [len(marks.expire(5.0)) for _ in range(6)] == [2048] * 4 + [1808, 0]
 
 
 def test_a_retention_that_has_ended_is_not_prolonged_before_its_turn():
