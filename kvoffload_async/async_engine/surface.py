@@ -376,6 +376,8 @@ class OffloadEngine:
             request.end()
             if self._is_open:
                 self._unpin(request)
+                if ctx.hints.retention_s:  # it begins now, not at the last step
+                    self._driver.planner.begin_step(self._steps.clock())
                 self._driver.planner.on_request_finished(ctx)
                 self._steps.note_progress()
 

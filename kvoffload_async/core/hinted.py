@@ -36,7 +36,7 @@ _SLOTS_A_STEP: Final = 2048
 class HintedBlocks:
     """The slots whose blocks are evicted first or last.
 
-    Memory: 12 bytes per slot.
+    Memory: 20 bytes per slot.
 
     Not thread-safe; call only from the owner's thread.
 

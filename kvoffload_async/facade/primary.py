@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from typing import Final
 
@@ -66,6 +66,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         accept_prefix: bool = True,
         store_threshold: int = 0,
         enable_events: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create an empty primary.
 
@@ -77,6 +78,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
                 KV-cache groups, instead of nothing; for callers that offer the rest again.
             store_threshold: Store a block at its n-th offer; 0 and 1 mean the first.
             enable_events: Record events for `take_events`.
+            clock: Monotonic seconds, for retentions; a `TieringOffloadingManager` has its own.
 
         Raises:
             ConfigError: `num_blocks` is below 1, or the policy is unknown.
@@ -93,6 +95,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         )
         """The block accounting, for `TieringOffloadingManager`, invariant checks and inspection."""
         self._buffer = buffer
+        self._clock = clock
         self.row_bytes = 0 if buffer is None else buffer.view.nbytes // num_blocks
         self._closed = False
 
@@ -156,11 +159,12 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         self.core.touch(req_context, keys)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
+        self.core.begin_step(self._clock())
         self.core.close_request(req_context)
 
     def on_schedule_end(self, context: ScheduleEndContext | None = None) -> None:
         """End retentions: a primary alone has no deferred work."""
-        self.core.begin_step(time.monotonic())
+        self.core.begin_step(self._clock())
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         return self.core.take_events()

@@ -1,7 +1,9 @@
 """Hints as arguments of a request of the engine, and in the parameters that its client gives."""
 
+import asyncio
+
 import pytest
-from async_engine.worlds import SCRIPTED, hashes, on_loop, opened
+from async_engine.worlds import SCRIPTED, hashes, jump, on_loop, opened
 
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.hints import HINTS_KEY, LOAD_TIERS_KEY
@@ -52,6 +54,18 @@ async def test_retained_blocks_survive_later_requests():
             assert await world.engine.lookup(request) == 2
         assert world.engine.stats().primary.hinted_blocks == 2
         assert world.engine.stats().primary.hints == {"applied": 2, "unknown": 0, "invalid": 0}
+
+
+@on_loop
+async def test_retention_begins_at_the_end_of_the_request_and_ends_by_time():
+    async with opened() as world:
+        async with world.engine.request("r", hashes("a"), hints={"retain_s": 60}) as request:
+            await world.during(world.engine.store(request, [0]))
+            await jump(50)
+        for seconds, count in (50, 1), (11, 0):
+            await jump(seconds)
+            world.core.begin_step(asyncio.get_running_loop().time())
+            assert world.engine.stats().primary.hinted_blocks == count
 
 
 @on_loop

@@ -409,6 +409,17 @@ def test_the_limit_holds_for_tiers_that_want_whole_requests():
     world.wind_down()
 
 
+def test_a_step_of_the_planner_ends_retentions():
+    world = World(8, 1)
+    ctx = world.begin("r", hints=Hints(retain_s=3))
+    world.store(ctx, "a")
+    world.finish(ctx)
+    for seconds, count in (2, 1), (1, 0):
+        world.step(seconds)
+        assert world.primary.hinted_blocks == count
+    world.wind_down()
+
+
 def test_a_prefetch_obeys_the_filter_of_tiers():
     world = World(8, 1)
     world.fill(0, ks("ab"))
