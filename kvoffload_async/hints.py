@@ -125,8 +125,8 @@ def read_hints(ctx: ReqContext, counts: Counts) -> None:
     if ctx.hints is not NO_HINTS:
         own = {each.name: getattr(ctx.hints, each.name) for each in fields(Hints)}
         own = {name: value for name, value in own.items() if value != getattr(NO_HINTS, name)}
-        parse_hints(own)
-        read |= own
+        checked = parse_hints(own)
+        read |= {name: getattr(checked, name) for name in own}
         counts["applied"] += len(own)
     if read:
         ctx.hints = Hints(**read)

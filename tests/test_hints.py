@@ -218,6 +218,7 @@ def test_a_program_learns_of_an_unknown_hint_and_of_a_wrong_structure():
 
 
 def test_hints_that_a_scheduler_builds_are_checked_when_its_request_begins():
+    assert read(hints=Hints(priority="high"))[0].hints.priority is Priority.HIGH
     with pytest.raises(ConfigError, match="hints: retain_s: inf is not valid"):
         read(hints=Hints(retain_s=math.inf))
 

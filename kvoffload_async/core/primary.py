@@ -1077,9 +1077,9 @@ class Primary(ResidentBlocks):
             victims = self.policy.make_room(missing, deficit, is_evictable)
             if skipped:
                 self.policy.released(skipped)
-            if victims is not None or self.hinted is None or not self.hinted.retained:
+            if victims is not None or not (deficit and self.hinted_blocks):
                 break
-            self.policy.released(self.hinted.give_up(deficit, self._is_evictable))
+            self.policy.released(self._marks().give_up(deficit, self._is_evictable))
         if is_own_prefix is not None:
             return victims
         if victims is None and deficit > self._idle and self.on_evicted is not None:
