@@ -65,6 +65,12 @@ class _SecretlessRepr(reprlib.Repr):
         }
         return super().repr_dict(masked, level)
 
+    def repr_int(self, x: int, level: int) -> str:
+        try:
+            return super().repr_int(x, level)
+        except ValueError:  # Python prints no number of thousands of digits
+            return f"an integer of {x.bit_length()} bits"
+
 
 _REPR: Final = _SecretlessRepr()
 _REPR.maxstring = _REPR.maxother = 400

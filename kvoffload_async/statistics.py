@@ -52,6 +52,11 @@ DROP_REASONS: Final[tuple[DropReason, ...]] = get_args(DropReason)
 room. `reset`: the primary was reset. `closed`: the manager was shut down. `deleted`: the block is
 being deleted."""
 
+HintResult = Literal["applied", "unknown", "invalid"]
+HINT_RESULTS: Final[tuple[HintResult, ...]] = get_args(HintResult)
+"""What became of a hint. `applied`: taken over. `unknown`: a name, an action or a version that this
+package does not know. `invalid`: a value or a structure that is not allowed."""
+
 OTHER_ERROR: Final = "other"
 """Label for the error classes of third parties."""
 
@@ -133,6 +138,9 @@ class PrimaryStatistics:
         refused_stores: Calls of `prepare_store` that found no room.
         declined_blocks: Blocks that the eviction policy declined to store, as they were worth less
             than those in the cache.
+        withheld_blocks: Blocks not stored because of their request's `max_offload_tokens`.
+        hinted_blocks: Blocks that hints retain, and so are evicted last. Gauge.
+        hints: Hints of requests, by `HINT_RESULTS`.
         used_blocks: Blocks that ended requests loaded, found, stored or were declined.
         found_blocks: Those of them that were found, also behind a missing block, where they cannot
             be loaded: `loaded_blocks` counts prefix hits, this block hits.
@@ -151,6 +159,9 @@ class PrimaryStatistics:
     deleted_blocks: int
     refused_stores: int
     declined_blocks: int
+    withheld_blocks: int
+    hinted_blocks: int
+    hints: Mapping[HintResult, int]
     used_blocks: int
     found_blocks: int
     load_pins: int

@@ -146,6 +146,49 @@ LoadTierFilter = frozenset[TierMatcher]
 ALL_TIERS: LoadTierFilter = frozenset({TierMatcher()})
 
 
+class Priority(enum.StrEnum):
+    """When a request's blocks are evicted from the primary, compared with those of others."""
+
+    LOW = "low"
+    """First: the blocks that it has stored, until another request uses them."""
+    NORMAL = "normal"
+    HIGH = "high"
+    """Last: retained for `HIGH_RETAIN_S` seconds or `retain_s`, and behind other retained ones."""
+
+
+MOST_RETAIN_S: Final = 3600
+"""Longest retention, in seconds."""
+HIGH_RETAIN_S: Final = 300
+"""Retention of the blocks of a request of high priority that gives no `retain_s`, in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """What a request's client wishes for its blocks; see `kvoffload_async.hints`.
+
+    Attributes:
+        priority: The order of eviction from the primary.
+        retain_s: Seconds after the request's end during which the blocks that it has used are
+            evicted after all others, 0 to `MOST_RETAIN_S`; without effect at low priority.
+        max_offload_tokens: Only blocks that end within this many tokens of the prompt's start are
+            stored, 0: none; None: all.
+    """
+
+    priority: Priority = Priority.NORMAL
+    retain_s: float = 0.0
+    max_offload_tokens: int | None = None
+
+    @property
+    def retention_s(self) -> float:
+        """Seconds after the request's end for which its blocks are retained; 0: not at all."""
+        if self.priority is Priority.LOW:
+            return 0.0
+        return self.retain_s or HIGH_RETAIN_S * (self.priority is Priority.HIGH)
+
+
+NO_HINTS: Final = Hints()
+
+
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class ReqContext:
     """State shared by the managers for one request; one object for the request's lifetime.
@@ -160,6 +203,10 @@ class ReqContext:
         load_tier_filter: Secondary tiers that this request may load from.
         trace_context: Parent of the request's spans: an OpenTelemetry context, or W3C Trace
             Context headers. None: the context that is current when the request begins.
+        kv_hints: vLLM's envelope of hints, or a mapping with its fields.
+        hints: The request's hints. When it begins, those in `kv_hints` and `kv_transfer_params` are
+            added, and `load_tier_filter` is read from the latter unless it is given.
+        tokens_per_position: Tokens per unit of `key_positions`.
     """
 
     req_id: str
@@ -168,6 +215,20 @@ class ReqContext:
     load_tier_filter: LoadTierFilter = ALL_TIERS
     _scratch: dict[type, object] = field(default_factory=dict, repr=False)
     trace_context: object | None = field(default=None, repr=False)
+    kv_hints: object | None = field(default=None, repr=False)
+    hints: Hints = NO_HINTS
+    tokens_per_position: int = 1
+
+    def storable(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        """Return the keys that `max_offload_tokens` permits to store, in the given order.
+
+        A key without a position is not, if there is a limit.
+        """
+        limit = self.hints.max_offload_tokens
+        if limit is None:
+            return keys
+        positions, last = self.key_positions, limit // self.tokens_per_position
+        return [key for key in keys if key in positions and positions[key] <= last]
 
     def put_scratch(self, value: object) -> None:
         """Store a value under its type for this request, so that a tier parses params only once."""

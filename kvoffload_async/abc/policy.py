@@ -6,6 +6,16 @@ keys only in `make_room` and `admit`. Batches are atomic: `make_room` either evi
 or changes nothing.
 
 Wrap a policy into a `KeyRanking` for blocks that have keys but no slots.
+
+Every policy honours the hints of requests, as the primary applies them around it:
+
+1. Of blocks to be evicted first, it chooses the victims itself, and calls `discard`.
+2. `make_room` is called with an `is_evictable` that rejects retained blocks.
+3. If that returns None, the primary ends retentions, calls `released` with their slots, and calls
+   `make_room` again. A retention that ends otherwise is followed by `released`, too.
+
+So hints change the order of eviction and never refuse one; among blocks with equal hints, the order
+is the policy's. A policy that follows requests can also read `ReqContext.hints`.
 """
 
 from __future__ import annotations
@@ -81,8 +91,9 @@ class CachePolicy(ABC):
                 least `count` of them. A policy with a history of evicted keys adapts here.
             count: Number of victims; with 0, only adaptation happens.
             is_evictable: Whether the block in a slot may be evicted now (neither pinned, nor being
-                written, nor protected by the operation). Constant during the call. A slot once
-                rejected stays unevictable until `released`, so it need not be checked again before.
+                written, nor protected by the operation, nor retained by a hint). Constant during
+                the call. A slot once rejected stays unevictable until `released`, so it need not be
+                checked again before.
 
         Returns:
             The victims' slots in eviction order, now free; or None if too few slots are evictable,

@@ -7,6 +7,7 @@ the planner is one iteration of the loop with calls or progress.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -21,7 +22,7 @@ from kvoffload_async.async_engine.cache import EngineCache
 from kvoffload_async.async_engine.request import EngineRequest, Waiter
 from kvoffload_async.async_engine.steps import Steps, Stores
 from kvoffload_async.async_engine.transfers import EngineBounds, Transfers
-from kvoffload_async.config import OffloadConfig
+from kvoffload_async.config import OffloadConfig, at_least
 from kvoffload_async.core.tier_state import TURN_S
 from kvoffload_async.errors import (
     ClosedError,
@@ -33,6 +34,7 @@ from kvoffload_async.errors import (
 from kvoffload_async.facade.cache import CacheReport
 from kvoffload_async.facade.driver import PlannerDriver, planner_text
 from kvoffload_async.facade.spec import TieringOffloadingSpec
+from kvoffload_async.hints import parse_hints, parse_tiers
 from kvoffload_async.runtime.bridge import SameLoopBridge
 from kvoffload_async.runtime.helper_thread import HelperThread
 from kvoffload_async.runtime.lifetime import guard_forks, warn_unclosed
@@ -41,11 +43,13 @@ from kvoffload_async.statistics import EngineStatistics
 from kvoffload_async.tables.keymap import require_keys
 from kvoffload_async.timeline import RequestTimeline
 from kvoffload_async.types import (
+    ALL_TIERS,
     CPULoadStoreSpec,
     LookupResult,
     OffloadingEvent,
     OffloadKey,
     ReqContext,
+    TierMatcher,
     as_block_ids,
 )
 from kvoffload_async.waiting import seconds, until_done
@@ -324,21 +328,35 @@ class OffloadEngine:
         *,
         prefetch: bool = False,
         trace_context: object | None = None,
+        hints: Mapping[str, Any] | None = None,
+        tokens_per_block: int | None = None,
+        load_tier_filter: Collection[TierMatcher] = ALL_TIERS,
     ) -> AsyncIterator[EngineRequest]:
         """Begin a request; leaving the `async with` block ends it. Its copies may end later.
 
         Args:
             req_id: Name for messages and tiers; need not be unique.
             block_hashes: The chained hash of each of its full blocks, head to tail.
-            kv_transfer_params: Passed through to the tiers.
+            kv_transfer_params: Passed through to the tiers, and searched for hints of the client.
             prefetch: Whether to call `prefetch` at once.
             trace_context: Parent of the request's spans; see `ReqContext`.
+            hints: Hints by name; see `kvoffload_async.hints`. They take precedence over those in
+                `kv_transfer_params`.
+            tokens_per_block: Tokens per hash, for `max_offload_tokens`: without it, a client's
+                limit stores nothing.
+            load_tier_filter: Secondary tiers that the request may load from; none if it is empty.
 
         Raises:
+            ConfigError: A hint, `tokens_per_block` or `load_tier_filter` is invalid.
             StateError: A hash is not bytes, is empty, or is longer than 92 bytes (84 with a
                 generation).
         """
         self._begin_call()
+        given, tiers = parse_hints(hints), parse_tiers(load_tier_filter)
+        if tokens_per_block is not None:
+            at_least(1)(tokens_per_block, "tokens_per_block")
+        elif given.max_offload_tokens:
+            raise ConfigError("tokens_per_block: missing; give it with max_offload_tokens")
         generation = self._driver.generation
         positions: dict[OffloadKey, int] = {}
         try:
@@ -350,7 +368,15 @@ class OffloadEngine:
             raise StateError(
                 f"block_hashes: {error}; give a sequence of bytes, one hash for each full block"
             ) from None
-        ctx = ReqContext(req_id, kv_transfer_params, positions, trace_context=trace_context)
+        ctx = ReqContext(
+            req_id,
+            kv_transfer_params,
+            positions,
+            tiers,
+            trace_context=trace_context,
+            hints=given,
+            tokens_per_position=sys.maxsize if tokens_per_block is None else tokens_per_block,
+        )
         self._driver.begin_request(ctx)
         request = EngineRequest(ctx, keys, self._steps.waiters)
         self._requests[request] = None
@@ -363,6 +389,8 @@ class OffloadEngine:
             request.end()
             if self._is_open:
                 self._unpin(request)
+                if ctx.hints.retention_s:  # it begins now, not at the last step
+                    self._driver.planner.begin_step(self._steps.clock())
                 self._driver.planner.on_request_finished(ctx)
                 self._steps.note_progress()
 

@@ -17,11 +17,13 @@ from kvoffload_async.errors import BlockMissingError, CorruptBlockError
 from kvoffload_async.statistics import (
     BUCKET_BOUNDS_S,
     DROP_REASONS,
+    HINT_RESULTS,
     MISS_REASONS,
     OTHER_ERROR,
     SKIP_REASONS,
     DropReason,
     DurationStatistics,
+    HintResult,
     HistogramStatistics,
     MissReason,
     SkipReason,
@@ -72,6 +74,8 @@ class PrimaryCounters:
     deleted_blocks: int = 0
     refused_stores: int = 0
     declined_blocks: int = 0
+    withheld_blocks: int = 0
+    hints: dict[HintResult, int] = field(default_factory=lambda: dict.fromkeys(HINT_RESULTS, 0))
     used_blocks: int = 0
     found_blocks: int = 0
 

@@ -224,6 +224,10 @@ def policy_ranks_what_is_resident(planner: Planner) -> Iterator[str]:
     )
     yield from (f"{block_text(key)} may go, but the policy skips it" for key in primary.forgotten())
     yield from primary.policy.violations()
+    if primary.hinted is not None:
+        yield from primary.hinted.violations()
+        marked = {slot for slot in range(primary.num_slots) if primary.hinted.is_marked(slot)}
+        yield from (f"slot {slot} is marked by a hint, but free" for slot in marked - set(resident))
 
 
 def pending_work_is_known(planner: Planner) -> Iterator[str]:
@@ -373,7 +377,8 @@ STATE_INVARIANTS: tuple[Invariant[Planner], ...] = (
     ),
     Invariant(
         "P13",
-        "the policy ranks exactly the resident keys, and skips none that may go",
+        "the policy ranks exactly the resident keys, and skips none that may go; hints mark no "
+        "others",
         policy_ranks_what_is_resident,
     ),
     Invariant(

@@ -277,7 +277,7 @@ class Planner:
         request.writing.update(output.keys_to_store)
         if request.request_level_tiers:
             new = frozenset(output.keys_to_store)
-            self.cascades.send_present(request, keys, new, self.now_s)
+            self.cascades.send_present(request, ctx.storable(keys), new, self.now_s)
         return output
 
     def complete_store(
@@ -340,6 +340,7 @@ class Planner:
     def begin_step(self, now_s: float) -> None:
         """Begin a scheduler step at `now_s` seconds, or set a later time within the step."""
         self.now_s = now_s
+        self.primary.begin_step(now_s)
         self.room.begin_step(now_s)
         for tier in self.tiers:
             tier.health.now_s = now_s

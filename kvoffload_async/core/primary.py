@@ -35,6 +35,7 @@ from kvoffload_async.core.admission import (
 from kvoffload_async.core.barred import BarredKeys
 from kvoffload_async.core.counters import Figures, FigureSet, PrimaryCounters
 from kvoffload_async.core.eventlog import Change, EventLog
+from kvoffload_async.core.hinted import HintedBlocks
 from kvoffload_async.core.index import OnResolved
 from kvoffload_async.errors import InvariantError, StateError
 from kvoffload_async.statistics import PrimaryStatistics, SlotStatistics
@@ -42,13 +43,16 @@ from kvoffload_async.tables.arrays import integers, small_integers
 from kvoffload_async.tables.keymap import LAST_HASH_BYTE, KeyTable, require_keys, too_short
 from kvoffload_async.tables.lists import FreeNumbers, NumberLists
 from kvoffload_async.types import (
+    NO_HINTS,
     CPULoadStoreSpec,
+    Hints,
     Locality,
     LookupResult,
     Medium,
     OffloadingEvent,
     OffloadKey,
     PrepareStoreOutput,
+    Priority,
     ReqContext,
     as_block_ids,
     block_text,
@@ -316,6 +320,9 @@ class ResidentBlocks:
         decided: Called with the keys whose writes have succeeded or failed, except by a reset.
         on_write_ended: Called with the same keys, while `Cascades` waits for a write to end.
         policy: The eviction policy. Read-only.
+        hinted: The blocks that hints put at an end of the order of eviction; None: no request has
+            had such hints.
+        now_s: Time of the current step, in seconds.
         room_made: Number of times that a slot became free or evictable, or was no longer withheld
             from stores. After a store that found no room, its increase is the maximum number of
             blocks for which there may be room now.
@@ -333,6 +340,8 @@ class ResidentBlocks:
         self.barred = BarredKeys()
         self.num_kept = 0
         self.policy = policy
+        self.hinted: HintedBlocks | None = None
+        self.now_s = 0.0
         self._blocks = KeyTable(num_slots)
         self._parts = self._blocks.map.parts
         self._refs = integers(num_slots)
@@ -347,6 +356,17 @@ class ResidentBlocks:
         self.on_request_ended: Callable[[ReqContext, Sequence[OffloadKey]], None] | None = None
         """Called with each request that ends, and the blocks that it used; None: not needed."""
         self.counters = PrimaryCounters()
+
+    def begin_step(self, now_s: float) -> None:
+        """Set the time of the current step; end the retentions whose time has come."""
+        self.now_s = now_s
+        if self.hinted is not None and self.hinted.retained:
+            self.policy.released(self.hinted.expire(now_s))
+
+    @property
+    def hinted_blocks(self) -> int:
+        """Number of blocks that hints retain."""
+        return 0 if self.hinted is None else self.hinted.retained
 
     def lookup(self, key: OffloadKey) -> LookupResult:
         """Return HIT, HIT_PENDING or MISS."""
@@ -471,7 +491,9 @@ class ResidentBlocks:
 
         Empty unless an invariant is broken. For invariants and inspection.
         """
-        return self._blocks.keys_of([s for s in self.policy.skipped() if not self._refs[s]])
+        retained = self.hinted.is_retained if self.hinted is not None else lambda _: False
+        skipped = [s for s in self.policy.skipped() if not self._refs[s] and not retained(s)]
+        return self._blocks.keys_of(skipped)
 
     def resident(self) -> Iterator[tuple[OffloadKey, int, int]]:
         """Iterate over (key, slot, number of pins) of the resident blocks; -1: being written.
@@ -558,6 +580,9 @@ class ResidentBlocks:
 
     def _rank(self, ctx: ReqContext, accesses: Accesses) -> None:
         """Report a request's accesses to the policy, head to tail; skips absent keys."""
+        if ctx.hints is not NO_HINTS or (self.hinted is not None and self.hinted.num_low):
+            accesses = tuple(accesses)
+            self._apply_hints(ctx.hints, [key for key, _ in accesses])
         if self.policy.follows_requests:
             self._rank_request(ctx, dict(accesses))
             return
@@ -583,6 +608,21 @@ class ResidentBlocks:
             present = [slot for slot in slots if slot is not None]
             self.policy.released(self._protected_slots.discard(present))
         self.policy.request_ended(ctx, keys, slots, [bool(again) for again in accesses.values()])
+
+    def _marks(self) -> HintedBlocks:
+        if self.hinted is None:
+            self.hinted = HintedBlocks(self.policy.capacity_blocks)
+        return self.hinted
+
+    def _apply_hints(self, hints: Hints, keys: Sequence[OffloadKey]) -> None:
+        """Mark the blocks that a request has used, head to tail, as its hints say."""
+        slots = [slot for slot in self._blocks.find(keys[::-1]) if slot is not None]
+        if self.hinted is not None:
+            self.hinted.use(slots, is_low=hints.priority is Priority.LOW)
+        if hints.retention_s:
+            is_high = hints.priority is Priority.HIGH
+            ended = self._marks().retain(slots, self.now_s, hints.retention_s, is_high=is_high)
+            self.policy.released(ended)
 
 
 Allowed = Callable[[int, bool], int]
@@ -740,7 +780,8 @@ class Primary(ResidentBlocks):
         if not self._recency.knows(ctx):
             raise StateError(f"request {ctx.req_id!r} is unknown: call on_new_request first")
         require_keys(keys)
-        missing, readable, unpinned = self._classify(keys)
+        absent, readable, unpinned = self._classify(keys)
+        missing = ctx.storable(absent)
         wanted, declined = self._admitted(ctx, keys, missing, unpinned)
         left_out: Sequence[OffloadKey] = ()
         is_own_prefix: Callable[[OffloadKey], bool] | None = None
@@ -765,14 +806,22 @@ class Primary(ResidentBlocks):
         slots, evicted = granted
         if self._admission is not None:
             self._admission.offered(those_before(left_out, missing, ctx.key_positions))
+        self.counters.withheld_blocks += len(absent) - len(missing)
         if readable:
             self._recency.note(ctx, readable, reused=True)
-        self._recency.note(ctx, wanted, reused=False)
+        self._note_stored(ctx, wanted, slots)
         if declined:
             self._recency.note(ctx, declined, reused=None)
             self.counters.declined_blocks += len(declined)
         spec = CPULoadStoreSpec(as_block_ids(slots), self.generation)
         return PrepareStoreOutput(wanted, spec, evicted, left_out)
+
+    def _note_stored(
+        self, ctx: ReqContext, keys: Sequence[OffloadKey], slots: Sequence[int]
+    ) -> None:
+        self._recency.note(ctx, keys, reused=False)
+        if ctx.hints.priority is Priority.LOW:
+            self._marks().note_low(slots)
 
     def allow_anew(self, count: int) -> None:
         """Record that stores may now take up to `count` slots that were withheld from them."""
@@ -939,6 +988,7 @@ class Primary(ResidentBlocks):
             self._admission.clear()
         self.pool.reset(still_touched)
         self._protected_slots.clear()
+        self.hinted = None
         self._idle = self._protected = self._writing = 0
         self.room_made += self.num_slots
 
@@ -1027,6 +1077,8 @@ class Primary(ResidentBlocks):
         """Remove the blocks in slots that the policy chose as victims; return their keys."""
         if self.on_evicted is not None:
             self.on_evicted(victims)
+        if self.hinted is not None:
+            self.hinted.forget(victims)
         evicted = self._blocks.remove(victims)
         self._idle -= len(victims)
         self.counters.evicted_blocks += len(victims)
@@ -1041,15 +1093,49 @@ class Primary(ResidentBlocks):
     ) -> list[int] | None:
         """Choose `deficit` slots to evict, protected ones only if no others are left.
 
-        None if the policy finds too few.
+        Blocks that hints put first are chosen without the policy. None if it finds too few others.
         """
-        is_evictable = self._is_evictable_first if self._protected else self._is_evictable
+        first: list[int] = []
+        if deficit and self.hinted is not None and self.hinted.has_first:
+            may_evict = self._first_test
+            if is_own_prefix is not None:
+                may_evict, _ = self._eviction_test(is_own_prefix)
+            first = self.hinted.first(deficit, may_evict)
+        if not first:
+            return self._choose(missing, deficit, is_own_prefix)
+        room_made = self.room_made
+        self._hold(first)
+        others = self._choose(missing, deficit - len(first), is_own_prefix)
+        self._unhold(first)
+        self.room_made = room_made  # no room was made: the blocks had been evictable
+        if others is None:
+            return None
+        self.policy.discard(first)
+        return [*first, *others]
+
+    def _choose(
+        self,
+        missing: Sequence[OffloadKey],
+        deficit: int,
+        is_own_prefix: Callable[[OffloadKey], bool] | None,
+    ) -> list[int] | None:
+        """Let the policy choose: retained blocks if no others are left, protected ones after them.
+
+        None if it finds too few.
+        """
+        while True:
+            is_evictable = self._first_test
+            skipped: list[int] = []
+            if is_own_prefix is not None:
+                is_evictable, skipped = self._eviction_test(is_own_prefix)
+            victims = self.policy.make_room(missing, deficit, is_evictable)
+            if skipped:
+                self.policy.released(skipped)
+            if victims is not None or not (deficit and self.hinted_blocks):
+                break
+            self.policy.released(self._marks().give_up(deficit, self._is_evictable))
         if is_own_prefix is not None:
-            may_evict, skipped = self._eviction_test(is_own_prefix)
-            victims = self.policy.make_room(missing, deficit, may_evict)
-            self.policy.released(skipped)
             return victims
-        victims = self.policy.make_room(missing, deficit, is_evictable)
         if victims is None and deficit > self._idle and self.on_evicted is not None:
             # The policy has proposed every slot, so `_protected_slots` is complete.
             self.on_evicted(self._protected_slots.first(deficit - self._idle))
@@ -1068,7 +1154,7 @@ class Primary(ResidentBlocks):
         Returns:
             The test, and a list of the evictable slots that it excludes; release them afterwards.
         """
-        is_evictable = self._is_evictable_first if self._protected else self._is_evictable
+        is_evictable = self._first_test
         key_of, skipped = self._blocks.key_of, list(unpinned)
 
         def may_evict(slot: int) -> bool:
@@ -1081,12 +1167,18 @@ class Primary(ResidentBlocks):
 
         return may_evict, skipped
 
+    @property
+    def _first_test(self) -> Callable[[int], bool]:
+        """The test for the blocks to evict before protected and retained ones."""
+        is_plain = self.hinted is None and not self._protected
+        return self._is_evictable if is_plain else self._is_evictable_first
+
     def _is_evictable_first(self, slot: int) -> bool:
         """Return whether a slot's block is evictable; add a protected one to `_protected_slots`."""
         count = self._refs[slot]
         if count > 0 and not count & PINS:
             self._protected_slots.note(slot)
-        return not count
+        return not count and not (self.hinted is not None and self.hinted.is_retained(slot))
 
     def _end_write(
         self, keys: Sequence[OffloadKey], slots: Sequence[int], *, success: bool
@@ -1111,6 +1203,8 @@ class Primary(ResidentBlocks):
         for slot in slots:
             self._writers.pop(slot, None)
         self.policy.discard(slots)
+        if self.hinted is not None:
+            self.hinted.forget(slots)
         self._blocks.remove(slots)
         self._writing -= len(slots)
         self.event_log.add(keys, Change.RELEASED)
@@ -1127,6 +1221,7 @@ PRIMARY_FIGURES: Final = FigureSet(
     PrimaryCounters,
     {
         "slots": "counts",
+        "hinted_blocks": "hinted_blocks",
         "load_pins": "loading.num_pins",
     },
 )

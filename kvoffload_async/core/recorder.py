@@ -423,6 +423,7 @@ def _own_parent(ctx: ReqContext) -> object | None:
 
 
 _WORTH_LESS: Final = "they are worth less than the resident blocks"
+_WITHHELD: Final = "the request's max_offload_tokens excludes them"
 _UNLIKELY: Final = "their reuse is unlikely"
 _REFUSED: Final[tuple[MissReason, ...]] = ("no_room", "expired", "paused")
 
@@ -491,7 +492,8 @@ class RecordingPlanner(Planner):
     def prepare_store(
         self, keys: Sequence[OffloadKey], ctx: ReqContext
     ) -> PrepareStoreOutput | None:
-        before, declined = self._pending_counts(), self.primary.counters.declined_blocks
+        before, counters = self._pending_counts(), self.primary.counters
+        declined, withheld = counters.declined_blocks, counters.withheld_blocks
         output = super().prepare_store(keys, ctx)
         if output is None:
             self.recorder.note(ctx, "refused", len(keys))
@@ -502,9 +504,11 @@ class RecordingPlanner(Planner):
             self.recorder.note(ctx, "evicted", len(output.evicted_keys))
         if output.keys_left_out:
             self.recorder.note(ctx, "left_out", len(output.keys_left_out))
-        if declined := self.primary.counters.declined_blocks - declined:
+        if declined := counters.declined_blocks - declined:
             self.recorder.note(ctx, "declined", declined, tier=PRIMARY, reason=_WORTH_LESS)
-        if not output.keys_to_store and not output.keys_left_out and not declined:
+        if withheld := counters.withheld_blocks - withheld:
+            self.recorder.note(ctx, "declined", withheld, tier=PRIMARY, reason=_WITHHELD)
+        if not (output.keys_to_store or output.keys_left_out or declined or withheld):
             self.recorder.note(ctx, "nothing_to_store", len(keys))
         self._note_pending(ctx, before)
         return output

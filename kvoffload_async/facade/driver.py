@@ -38,6 +38,7 @@ from kvoffload_async.facade.tier_group import (
     UnopenedTier,
     tiers_text,
 )
+from kvoffload_async.hints import read_hints
 from kvoffload_async.runtime.bridge import Bridge
 from kvoffload_async.runtime.lifetime import Closing, guard_forks, warn_unclosed
 from kvoffload_async.statistics import (
@@ -178,6 +179,7 @@ class PlannerDriver:
         Raises:
             ClosedError: The driver is shut down.
             StateError: The id is the engine's own, or `ctx` is live already.
+            ConfigError: Its `hints` are invalid; those of its client are ignored if they are.
         """
         self._ensure_open()
         # Check before any tier is called.
@@ -185,6 +187,7 @@ class PlannerDriver:
             raise StateError(f"request {ENGINE_REQ_ID!r}: the id is the engine's own; take another")
         if ctx in self.planner.requests:
             raise StateError(f"request {ctx.req_id!r} is known already")
+        read_hints(ctx, self._primary.core.counters.hints)
         wanting = self._tiers.begin_request(ctx, self.planner)
         self.planner.on_new_request(ctx, wanting)
         return bool(wanting)

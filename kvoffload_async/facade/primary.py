@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from math import inf
 from typing import Final
 
@@ -10,6 +11,7 @@ from kvoffload_async.core.admission import Admission, AdmissionFilter
 from kvoffload_async.core.primary import PRIMARY_FIGURES, Primary, read_primary
 from kvoffload_async.errors import ClosedError, ConfigError
 from kvoffload_async.facade.manager import OffloadingManager
+from kvoffload_async.hints import read_hints
 from kvoffload_async.policies.hd import GHOSTS_PER_BLOCK, LEAST_GHOSTS, HdPolicy
 from kvoffload_async.policies.reuse import ReuseModel
 from kvoffload_async.registry import create_policy
@@ -64,6 +66,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         accept_prefix: bool = True,
         store_threshold: int = 0,
         enable_events: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create an empty primary.
 
@@ -75,6 +78,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
                 KV-cache groups, instead of nothing; for callers that offer the rest again.
             store_threshold: Store a block at its n-th offer; 0 and 1 mean the first.
             enable_events: Record events for `take_events`.
+            clock: Monotonic seconds, for retentions; a `TieringOffloadingManager` has its own.
 
         Raises:
             ConfigError: `num_blocks` is below 1, or the policy is unknown.
@@ -91,6 +95,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         )
         """The block accounting, for `TieringOffloadingManager`, invariant checks and inspection."""
         self._buffer = buffer
+        self._clock = clock
         self.row_bytes = 0 if buffer is None else buffer.view.nbytes // num_blocks
         self._closed = False
 
@@ -113,6 +118,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         return self.core.room_made
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        read_hints(req_context, self.core.counters.hints)
         self.core.open_request(req_context)
         return RequestOffloadingContext()
 
@@ -153,10 +159,12 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         self.core.touch(req_context, keys)
 
     def on_request_finished(self, req_context: ReqContext) -> None:
+        self.core.begin_step(self._clock())
         self.core.close_request(req_context)
 
     def on_schedule_end(self, context: ScheduleEndContext | None = None) -> None:
-        """Do nothing: a primary alone has no deferred work."""
+        """End retentions: a primary alone has no deferred work."""
+        self.core.begin_step(self._clock())
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         return self.core.take_events()

@@ -218,6 +218,21 @@ METRICS: Final[tuple[Metric, ...]] = (
         "Blocks that the eviction policy declined to store.",
         "primary.declined_blocks",
     ),
+    _metric(
+        "primary_withheld_blocks_total",
+        "Blocks not stored because of their request's `max_offload_tokens`.",
+        "primary.withheld_blocks",
+    ),
+    _metric(
+        "primary_hinted_blocks",
+        "Blocks that hints of requests retain, and so are evicted last.",
+        "primary.hinted_blocks",
+    ),
+    _metric(
+        "hints_total",
+        "Hints of requests by result: `applied`, `unknown` name, or `invalid`.",
+        by_key("result", "primary.hints"),
+    ),
     _metric("primary_used_blocks_total", "Blocks of ended requests.", "primary.used_blocks"),
     _metric(
         "primary_found_blocks_total",

@@ -21,7 +21,7 @@ from planner_invariants import (
 from kvoffload_async.core.health import BreakerSettings, BreakerState
 from kvoffload_async.core.planner import Planner
 from kvoffload_async.errors import BlockMissingError, TierFullError, TierUnavailableError
-from kvoffload_async.types import ALL_TIERS, Locality, TierMatcher
+from kvoffload_async.types import ALL_TIERS, NO_HINTS, Hints, Locality, Priority, TierMatcher
 
 pytestmark = pytest.mark.stateful
 
@@ -35,6 +35,15 @@ CHAIN = st.builds(
 ALL_KEYS = [k(name) for name in sorted(set("".join(CHAINS)))]
 FILTERS = st.sampled_from(
     [ALL_TIERS, ALL_TIERS, frozenset(), frozenset({TierMatcher(locality=Locality.REMOTE)})]
+)
+HINTS = st.sampled_from(
+    [
+        NO_HINTS,
+        NO_HINTS,
+        Hints(Priority.LOW),
+        Hints(retain_s=3),
+        Hints(Priority.HIGH, max_offload_tokens=2),
+    ]
 )
 HOW = st.sampled_from(["as a prefix", "at once", "one by one"])
 ERRORS = st.sampled_from([BlockMissingError, TierFullError, TierUnavailableError])
@@ -140,11 +149,20 @@ class PlannerMachine(RuleBasedStateMachine):
     # -- the scheduler --------------------------------------------------------------------------
 
     @precondition(lambda self: len(self.world.live) < 4)
-    @rule(load_tier_filter=FILTERS, chain=st.sampled_from(CHAINS), is_queued=st.booleans())
-    def begin(self, load_tier_filter, chain, is_queued=False):
+    @rule(
+        load_tier_filter=FILTERS,
+        chain=st.sampled_from(CHAINS),
+        is_queued=st.booleans(),
+        hints=HINTS,
+    )
+    def begin(self, load_tier_filter, chain, is_queued=False, hints=NO_HINTS):
         where = {k(name): i for i, name in enumerate(chain)}
-        req_id = f"r{next(self.ids)}"
-        ctx = self.world.begin(req_id, load_tier_filter=load_tier_filter, key_positions=where)
+        ctx = self.world.begin(
+            f"r{next(self.ids)}",
+            load_tier_filter=load_tier_filter,
+            key_positions=where,
+            hints=hints,
+        )
         if is_queued:
             self.world.planner.prefetch(list(where), ctx)
 

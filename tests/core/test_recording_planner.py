@@ -11,7 +11,7 @@ from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.recorder import RecordingPlanner, RequestRecorder
 from kvoffload_async.errors import BlockMissingError
 from kvoffload_async.timeline import JobEnded, JobStarted, LookupEvent, Note
-from kvoffload_async.types import ReqContext
+from kvoffload_async.types import Hints, ReqContext
 
 
 def recording(primary, tiers, limits):
@@ -161,6 +161,14 @@ def test_what_the_policy_declines():
         "primary",
         "they are worth less than the resident blocks",
     )
+
+
+def test_what_a_hint_of_the_request_withholds():
+    world = world_of(2, 0)
+    ctx = world.begin(hints=Hints(max_offload_tokens=0))
+    world.store(ctx, "ab")
+    assert notes_of(world) == [("declined", 2)]
+    assert events_of(world)[-1].reason == "the request's max_offload_tokens excludes them"
 
 
 def test_what_is_evicted_to_make_room():

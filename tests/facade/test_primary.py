@@ -5,6 +5,7 @@ from facade.worlds import HIT, MISS, PENDING, k, ks
 
 from kvoffload_async.errors import ClosedError, ConfigError, StateError
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
+from kvoffload_async.hints import HINTS_KEY
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.types import ReqContext, ScheduleEndContext
 
@@ -138,3 +139,15 @@ def test_without_memory_there_is_no_view(manager):
     with pytest.raises(ClosedError):
         manager.get_primary_kv_view()
     manager.shutdown()
+
+
+def test_a_retention_ends_by_the_managers_clock():
+    now_s = [1000.0]
+    manager = CPUPrimaryTierOffloadingManager(8, clock=lambda: now_s[0])
+    ctx = ReqContext("r", {HINTS_KEY: {"retain_s": 60}})
+    manager.on_new_request(ctx)
+    store(manager, ctx, 1)
+    manager.on_request_finished(ctx)
+    for now_s[0], count in (1059.0, 1), (1060.0, 0):
+        manager.on_schedule_end()
+        assert manager.stats().primary.hinted_blocks == count

@@ -30,6 +30,8 @@ class SchedulerRequest(Protocol):
             blocks before this step, without the tokens scheduled in this step. 0 after a
             preemption; decreased when loaded blocks are invalid.
         kv_transfer_params: The serving stack's per-request parameters.
+
+    A request may also have `kv_hints`; see `ReqContext`.
     """
 
     @property

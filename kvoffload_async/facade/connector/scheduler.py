@@ -436,7 +436,8 @@ class OffloadingConnectorScheduler:
     def _known(self, request: SchedulerRequest) -> ConnectorRequest:
         state = self._requests.get(request.request_id)
         if state is None:
-            ctx = ReqContext(request.request_id, request.kv_transfer_params)
+            hints = getattr(request, "kv_hints", None)
+            ctx = ReqContext(request.request_id, request.kv_transfer_params, kv_hints=hints)
             policy = self.manager.on_new_request(ctx).policy
             groups = [GroupState() for _ in self.geometry.groups]
             state = ConnectorRequest(request, ctx, policy, groups, self.manager.generation)

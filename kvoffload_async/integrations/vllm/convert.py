@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import accumulate, chain
 from typing import Any, Final
 
@@ -43,14 +42,6 @@ from kvoffload_async.types import (
     as_block_ids,
 )
 
-
-@dataclass(frozen=True, slots=True)
-class _Hints:
-    """vLLM's `kv_hints` of a request, kept for tiers that are written for vLLM."""
-
-    value: Any
-
-
 _LOOKUP: Final = {own: base.LookupResult[own.name] for own in LookupResult}
 _POLICY: Final = {
     OffloadPolicy.BLOCK_LEVEL: base.OffloadPolicy.CHUNK_LEVEL,
@@ -85,11 +76,9 @@ def request_of(context: base.ReqContext) -> ReqContext:
         context.req_id,
         context.kv_transfer_params,
         load_tier_filter=tier_filter(context.load_tier_filter),
+        kv_hints=context.kv_hints,
     )
     share_positions(context, made)
-    hints = getattr(context, "kv_hints", None)
-    if hints is not None:
-        made.put_scratch(_Hints(hints))
     context.set_state(made)
     return made
 
@@ -373,10 +362,7 @@ def context_of(request: ReqContext) -> base.ReqContext:
     """
     known = request.get_scratch(base.ReqContext)
     if known is None:
-        hints = request.get_scratch(_Hints)
-        known = base.ReqContext(request.req_id, request.kv_transfer_params)
-        if hints is not None:
-            known.kv_hints = hints.value
+        known = base.ReqContext(request.req_id, request.kv_transfer_params, request.kv_hints)
         request.put_scratch(known)
     return known
 

@@ -34,6 +34,11 @@ _COUNTERS: Final = {
     ),
     f"{_PREFIX}lost_tails": "Blocks of requests that ended before the primary had room for them.",
     f"{_PREFIX}expired_deferrals": "Requests computed because they had waited too long for blocks.",
+    f"{_PREFIX}withheld_blocks": (
+        "Blocks not stored because of their request's max_offload_tokens."
+    ),
+    f"{_PREFIX}applied_hints": "Hints of requests that were applied.",
+    f"{_PREFIX}ignored_hints": "Hints of requests that were ignored: unknown or invalid.",
 }
 _TIER_COUNTERS: Final = {
     TieringOffloadingMetrics.READ_BYTES: ("Bytes read from a secondary tier.", "loaded_bytes"),
@@ -244,12 +249,15 @@ class EngineCounts:
         return [dict(zip(CONFIG_INFO_KEYS, values, strict=True))]
 
     def _totals(self, stats: OffloadingStatistics) -> Counter[tuple[str, tuple[str, ...]]]:
-        counters = self._planner.counters
+        counters, hints = self._planner.counters, stats.primary.hints
         values = (
             counters.promotions_refused,
             self.failed_stores,
             self.lost_tails,
             counters.deferrals_expired,
+            stats.primary.withheld_blocks,
+            hints["applied"],
+            hints["unknown"] + hints["invalid"],
         )
         totals: Counter[tuple[str, tuple[str, ...]]] = Counter()
         for name, value in zip(_COUNTERS, values, strict=True):
