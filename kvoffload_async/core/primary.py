@@ -963,7 +963,7 @@ class Primary(ResidentBlocks):
             self._idle -= len(slots)
             self.room_made += len(slots)
             self.counters.deleted_blocks += len(slots)
-            self.event_log.add(gone, removed=True)
+            self.event_log.add(gone, Change.REMOVED)
         return len(slots), in_use
 
     def release_slots(self, slots: Sequence[int]) -> None:

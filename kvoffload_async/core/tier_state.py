@@ -444,7 +444,7 @@ class TierState:
             gone = tuple(event.keys)
             self.counters.deleted_blocks += len(gone)
             self.index.deleted(gone)
-            self.event_log.add(gone, removed=True)
+            self.event_log.add(gone, Change.REMOVED)
         if on_end is not None:  # unless the tier was closed meanwhile
             on_end(event)
 
