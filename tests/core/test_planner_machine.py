@@ -108,6 +108,14 @@ class PlannerMachine(RuleBasedStateMachine):
             tier.lookup_many = _Nearest(
                 tier.lookup_many, is_remote=index in setup["remote"], unsure=self.unsure
             )
+        search = self.world.planner.search
+        begin_round = search.begin_round
+
+        def begin_anew(*arguments, **options):
+            self.unsure.clear()
+            begin_round(*arguments, **options)
+
+        search.begin_round = begin_anew
         if tiers:
             self.world.fill(tiers - 1, sorted(stored_before))
         self.serve_in_order()
