@@ -495,6 +495,9 @@ class OffloadConfig(Options):
     status_socket: str | None = option(or_none(parse_socket_path), None)
     """Path of the Unix socket that serves the engine's status to `kvoffload top`; only this user
     can connect. By default `KVOFFLOAD_STATUS_SOCKET`."""
+    status_socket_commands: bool = option(parse_bool, default=False)
+    """Whether the status socket accepts `kvoffload cache`, which deletes, pins and lists blocks.
+    Otherwise nothing can be changed through it."""
     record_trace: str | None = option(or_none(parse_directory), None)
     """Absolute path of a file for a trace of all requests, which `kvoffload simulate` and `replay`
     read. Block ids are hashed with a secret of the run. The file is rotated at 256 MiB; a trace

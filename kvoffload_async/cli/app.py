@@ -20,6 +20,7 @@ from rich.text import Text
 
 from kvoffload_async.block_io.choice import implementation
 from kvoffload_async.cli.bench import BenchOptions, bench
+from kvoffload_async.cli.cache import cache
 from kvoffload_async.cli.command import (
     OneLineGroup,
     command,
@@ -78,6 +79,7 @@ app = typer.Typer(
 command(app, BenchOptions)(bench)
 command(app, SimulateOptions)(simulate)
 app.command()(top)
+app.command()(cache)
 app.add_typer(store_app)
 
 

@@ -29,7 +29,7 @@ MOST_OPERATIONS: Final = 64
 """Maximum number of operations under way."""
 _CALLS_AT_ONCE: Final = 2
 
-OperationName = Literal["delete", "count", "clear", "list"]
+OperationName = Literal["delete", "count", "clear", "list", "pin", "unpin"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

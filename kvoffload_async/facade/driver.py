@@ -24,6 +24,7 @@ from kvoffload_async.core.primary import read_primary
 from kvoffload_async.core.recorder import RecordingPlanner, RequestRecorder
 from kvoffload_async.errors import ClosedError, ConfigError, OffloadError, StateError, text_of
 from kvoffload_async.facade.cache import CacheManager, CacheOperation, CacheReport
+from kvoffload_async.facade.commands import CacheCommands
 from kvoffload_async.facade.generation import Generation
 from kvoffload_async.facade.primary import (
     CPUPrimaryTierOffloadingManager,
@@ -50,6 +51,7 @@ from kvoffload_async.timeline import RequestTimeline, SlowRequest
 from kvoffload_async.types import (
     ENGINE_REQ_ID,
     OffloadingEvent,
+    OffloadKey,
     ReqContext,
     ScheduleEndContext,
     counted,
@@ -77,7 +79,8 @@ class PlannerDriver:
 
     Attributes:
         planner: Decides on all transfers.
-        cache: Deletes, counts and pins cached blocks.
+        cache: Deletes, counts, lists and pins cached blocks.
+        commands: Commands for `cache` from other threads; None: none are accepted.
         recorder: Records the timelines of the last `explain_requests` requests; None: it is off.
         generation: Creates the blocks' keys. Read it once when a request begins, and use it for
             all keys of that request.
@@ -142,6 +145,7 @@ class PlannerDriver:
         if any(capacity is not None for capacity in reuse_capacities):
             self.planner.cascades.admission = create_admission(primary.core, reuse_capacities)
         self.cache = CacheManager(self.planner, clock)
+        self.commands: CacheCommands | None = None
         self._losses = LossWarnings(self.planner, clock())
         self._step_seconds = Histogram()
         """Seconds per step that `begin_step` and `on_schedule_end` take on the owner's thread."""
@@ -224,6 +228,8 @@ class PlannerDriver:
             self.planner.begin_step(began_s)
             self._tiers.collect(self.planner)
         self._polled_this_step = self._polled_for_stores = False
+        if self.commands is not None:
+            self.commands.execute()
         self.cache.end_step()
         self.planner.end_step(() if context is None else context.new_req_ids)
         self._losses.check(self.planner.now_s)
@@ -231,6 +237,8 @@ class PlannerDriver:
         self._step_seconds.observe(self._step_s + self._clock() - began_s)
         self._step_s = 0.0
         self._publish()
+        if self.commands is not None:
+            self.commands.publish()
         if self._listeners:
             self._hand_timelines_over()
         if self._check_invariants:
@@ -271,7 +279,7 @@ class PlannerDriver:
 
     def has_pending_work(self) -> bool:
         planner, links = self.planner, self._tiers.links.values()
-        if planner.has_pending_work or planner.primary.event_log.is_behind or self.cache.has_work:
+        if planner.has_pending_work or planner.primary.event_log.is_behind or self._manages:
             return True
         return any(link.has_pending_work() for link in links)
 
@@ -337,13 +345,20 @@ class PlannerDriver:
 
     def wakes_in_s(self) -> float:
         """Return the seconds until a step is due even without a notification."""
-        if self.cache.has_work:
+        if self._manages:
             return 0.0
         due_s = self.planner.wakes_in_s()
         for link in self._tiers.external:  # they send no notifications
             if link.state.jobs.orphaned_count or link.has_pending_work():
                 due_s = min(due_s, POLL_S)
         return due_s
+
+    def accept_commands(self) -> CacheCommands:
+        """Return the object that accepts commands for `cache` from other threads, from now on."""
+        if self.commands is None:
+            wake = (lambda: None) if self._bridge is None else self._bridge.runner.notify
+            self.commands = CacheCommands(self.cache, self._make_key, wake)
+        return self.commands
 
     def invalidate(self, generation: int | str) -> None:
         """Begin a new key generation after a change of weights, between steps. Non-blocking.
@@ -476,6 +491,15 @@ class PlannerDriver:
             raise OffloadError(f"tiers did not shut down: {names}") from errors[0]
 
     # -- internal -------------------------------------------------------------------------------
+
+    def _make_key(self, block_hash: bytes, group: int) -> OffloadKey:
+        return self.generation.key(block_hash, group)
+
+    @property
+    def _manages(self) -> bool:
+        """Whether a step can continue an operation on the cache, or a command."""
+        has_commands = self.commands is not None and self.commands.has_work
+        return has_commands or self.cache.has_work
 
     def _poll_timed(self) -> None:
         """Apply the tiers' reports; add the time taken to the step's duration."""

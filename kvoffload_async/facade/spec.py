@@ -279,9 +279,16 @@ class TieringOffloadingSpec(_Spec):
         if driver is None:
             try:
                 with naming_shortage("the threads of the engine cannot be started"):
-                    self._status.listen(self.config.status_socket, self._path_suffix)
+                    self._status.listen(
+                        self.config.status_socket,
+                        self._path_suffix,
+                        needs_socket=self.config.status_socket_commands,
+                    )
                     driver = self._driver = self._create_driver(kind)
-                    self._status.serve(driver.stats, driver.slowest_requests)
+                    commands = None
+                    if self.config.status_socket_commands:
+                        commands = driver.accept_commands().answer
+                    self._status.serve(driver.stats, driver.slowest_requests, commands)
             except BaseException:
                 try:
                     self._close(self.config.shutdown_timeout_s)

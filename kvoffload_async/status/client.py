@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 import types
 from collections.abc import Mapping, Sequence
@@ -17,10 +18,11 @@ from kvoffload_async.statistics import (
     HistogramStatistics,
     OffloadingStatistics,
 )
-from kvoffload_async.status.server import STATUS_REQUEST, STATUS_VERSION
+from kvoffload_async.status.server import COMMAND_PREFIX, STATUS_REQUEST, STATUS_VERSION
 from kvoffload_async.timeline import SlowRequest
 
 MAX_STATUS_BYTES: Final = 4 << 20
+_POLL_S: Final = 0.1
 _MAX_NUMBER: Final = 1 << 63
 _MAX_UPTIME_S: Final = 1e10
 _KINDS: Final = {kind.__name__: kind for kind in (OffloadingStatistics, EngineStatistics)}
@@ -53,12 +55,13 @@ class EngineReport:
     slowest: tuple[SlowRequest, ...] | None = None
 
 
-def ask(path: str, timeout_s: float = 5.0) -> str:
-    """Return the status line of an engine. Blocks.
+def ask(path: str, timeout_s: float = 5.0, request: bytes = STATUS_REQUEST) -> str:
+    """Return the status line of an engine, or its answer to another request. Blocks.
 
     Args:
         path: Its `status_socket`.
         timeout_s: Total timeout in seconds.
+        request: The request, without line end.
 
     Raises:
         NoAnswerError: Nothing listens on the socket, or there was no answer in time.
@@ -69,7 +72,7 @@ def ask(path: str, timeout_s: float = 5.0) -> str:
         with socket.socket(socket.AF_UNIX) as engine:
             engine.settimeout(timeout_s)
             engine.connect(path)
-            engine.sendall(STATUS_REQUEST + b"\n")
+            engine.sendall(request + b"\n")
             line = _line_of(engine, deadline_s)
     except TimeoutError as error:
         raise NoAnswerError(f"{path}: nobody answers within {timeout_s:g} s") from error
@@ -86,6 +89,41 @@ def ask(path: str, timeout_s: float = 5.0) -> str:
         return line.decode()
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: the answer is no text: {error}") from error
+
+
+def command(path: str, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+    """Have an engine execute a command, and return its state at its end, or at the time's. Blocks.
+
+    Args:
+        path: The engine's `status_socket`.
+        request: See `CacheCommands.answer`.
+        timeout_s: Seconds to wait for the end; afterwards the engine goes on with the command.
+
+    Raises:
+        NoAnswerError: The engine does not answer, or refuses the command.
+        InputError: The answer is not an engine's.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    state = _send(path, request)
+    pause = threading.Event()
+    while not state["is_done"] and (left_s := deadline_s - time.monotonic()) > 0:
+        pause.wait(min(_POLL_S, left_s))
+        state = _send(path, {"id": state["id"]})
+    return state
+
+
+def _send(path: str, request: Mapping[str, Any]) -> dict[str, Any]:
+    line = ask(path, request=COMMAND_PREFIX + json.dumps(request).encode())
+    try:
+        state = json.loads(line)
+        if "error" in state:
+            raise NoAnswerError(f"{path}: {state['error']}")
+        _require(state["id"], int)
+        _require(state["is_done"], bool)
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise InputError(f"{path}: not the answer of an engine: {error!r}") from error
+    found: dict[str, Any] = state
+    return found
 
 
 def parse_report(line: str, path: str) -> EngineReport:

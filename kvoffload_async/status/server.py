@@ -20,7 +20,7 @@ import stat
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -42,12 +42,16 @@ STATUS_VERSION: Final = 1
 """Version of the JSON format; a new field does not change the version."""
 MAX_QUEUED: Final = 16
 """Maximum number of connections waiting to be accepted; the system refuses more."""
-MAX_REQUEST_BYTES: Final = 1024
+COMMAND_PREFIX: Final = b"cache "
+"""Precedes the JSON object of a command in its request."""
+MAX_REQUEST_BYTES: Final = 128 << 10
 CONNECTION_TIMEOUT_S: Final = 1.0
 _PAUSE_S: Final = 0.05
 _STOP_S: Final = 2.0
 _LOCK_TRIES: Final = 100
 _LOCK_PAUSE_S: Final = 0.01
+
+_GONE: Final = "the engine was garbage-collected without `close()`"
 
 _Identity = tuple[int, int, int]
 Answer = Callable[[bytes], bytes]
@@ -271,6 +275,8 @@ def _identity(path: Path) -> _Identity:
 
 ReadStatistics = Callable[[], OffloadingStatistics]
 ReadSlowest = Callable[[], Sequence[SlowRequest] | None]
+AnswerCommand = Callable[[object], Mapping[str, Any]]
+"""Answers a command, given as parsed JSON; does not wait."""
 
 
 class EngineStatus:
@@ -295,25 +301,49 @@ class EngineStatus:
         self._socket: StatusSocket | None = None
         self._errors = ErrorLog(logger, "reading the statistics for the status socket")
 
-    def listen(self, path: str | None, suffix: str = "") -> None:
+    def listen(self, path: str | None, suffix: str = "", *, needs_socket: bool = False) -> None:
         """Create the socket if there is a path; clients wait for answers until `serve`.
 
         Args:
             path: The configured path; None: that of the environment, if there is one.
             suffix: Ends the path, for engines that share a configuration.
+            needs_socket: Whether commands are to be accepted, for which there must be a path.
 
         Raises:
-            ConfigError: The socket cannot be created; see `StatusSocket`.
+            ConfigError: There must be a path, or the socket cannot be created; see `StatusSocket`.
         """
         if path is None and (path := os.environ.get(SOCKET_VARIABLE)):
             parse_socket_path(path, SOCKET_VARIABLE)
+        if needs_socket and not path:
+            raise ConfigError(
+                "status_socket_commands: true is not valid without a socket; set status_socket or "
+                f"{SOCKET_VARIABLE}, or leave it out"
+            )
         self._socket = StatusSocket(path + suffix) if path else None
 
-    def serve(self, read: ReadStatistics, read_slowest: ReadSlowest) -> None:
-        """Answer requests with the results of two methods, as long as their object is alive."""
+    def serve(
+        self,
+        read: ReadStatistics,
+        read_slowest: ReadSlowest,
+        answer_command: AnswerCommand | None = None,
+    ) -> None:
+        """Answer requests with the results of these methods, as long as their objects are alive.
+
+        Args:
+            read: Returns the statistics.
+            read_slowest: Returns the slowest requests.
+            answer_command: Answers commands; None: they are refused.
+        """
         if self._socket is not None:
             method, slowest = self._method or WeakMethod(read), WeakMethod(read_slowest)
-            self._socket.serve(lambda asked: self._answer(asked, method, slowest))
+            commands = None if answer_command is None else WeakMethod(answer_command)
+            self._socket.serve(
+                lambda asked: (
+                    _answer_command(asked, commands)
+                    if asked.startswith(COMMAND_PREFIX)
+                    else self._answer(asked, method, slowest)
+                )
+            )
 
     def close(self) -> None:
         """Remove the socket; idempotent."""
@@ -332,7 +362,7 @@ class EngineStatus:
             return _error(f'the request must be "{STATUS_REQUEST.decode()}" and a line end')
         read, read_slowest = method(), slowest()
         if read is None or read_slowest is None:
-            return _error("the engine was garbage-collected without `close()`")
+            return _error(_GONE)
         try:
             return self._status_line(read(), read_slowest())
         except OffloadError as error:
@@ -358,6 +388,21 @@ class EngineStatus:
             "slowest": None if slowest is None else [asdict(request) for request in slowest],
         }
         return json.dumps(status, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _answer_command(request: bytes, answer: WeakMethod[AnswerCommand] | None) -> bytes:
+    """Return the answer to a command. Runs on the socket's thread."""
+    if answer is None:
+        return _error(
+            "this engine accepts no commands: set status_socket_commands in its configuration"
+        )
+    if (method := answer()) is None:
+        return _error(_GONE)
+    try:
+        command = json.loads(request.removeprefix(COMMAND_PREFIX))
+    except (ValueError, RecursionError) as error:
+        return _error(f"the command is not JSON: {error}")
+    return json.dumps(method(command), separators=(",", ":")).encode()
 
 
 def _drop_what_is_no_number(tier: dict[str, Any]) -> None:

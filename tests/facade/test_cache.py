@@ -233,7 +233,7 @@ def test_a_block_is_deleted_from_a_real_tier_without_a_scheduler(tmp_path, tier)
         manager.on_request_finished(ctx)
         while manager.has_pending_work():
             manager.on_schedule_end()
-            manager.wait_for_progress(10.0)
+            manager.wait_for_progress(0.02)
         report = manager.finish(manager.cache.count(keys), 60.0)
         assert report.done == {"primary": 3, tier: 3}
         report = manager.finish(manager.cache.delete(keys[:2]), 60.0)

@@ -1,0 +1,214 @@
+"""Commands that manage cached blocks, received from other threads such as that of a socket.
+
+    received --execute--> begun --the operation ends--> ended, kept for its client to ask for
+    received --its deadline, refused--> ended
+
+The owner executes them at the ends of its steps, one per step, so that a step stays short.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import count
+from typing import Any, Final
+
+from kvoffload_async.errors import OffloadError, text_of
+from kvoffload_async.facade.cache import CacheManager, CacheOperation, CacheReport
+from kvoffload_async.types import OffloadKey
+
+logger = logging.getLogger(__name__)
+
+ACTIONS: Final = ("delete", "count", "pin", "unpin", "clear", "list")
+MOST_HASHES: Final = 512
+"""Maximum number of block hashes of a command; a client divides a longer list."""
+KEY_PREFIX: Final = "key:"
+"""Precedes the digits of a key, which a listing returns, in the place of a block hash."""
+_MOST_QUEUED: Final = 64
+_MOST_KEPT: Final = 256
+_DEADLINE_S: Final = 30.0
+"""Seconds after which a command that no step has executed is dropped."""
+_KINDS: Final[Mapping[str, type | tuple[type, ...]]] = {
+    "do": str,
+    "hashes": list,
+    "groups": list,
+    "places": list,
+    "duration_s": (int, float),
+    "cursor": str,
+}
+
+MakeKey = Callable[[bytes, int], OffloadKey]
+
+
+@dataclass(slots=True)
+class _Command:
+    """One command; only the owner writes it after it was queued."""
+
+    number: int
+    request: Mapping[str, Any]
+    until_s: float
+    operation: CacheOperation | None = None
+    report: CacheReport | None = None
+    error: str = ""
+    is_done: bool = False
+
+
+class CacheCommands:
+    """Queues commands, executes them on the owner's thread, and keeps their results for a while.
+
+    Thread: `answer` any; everything else the owner's.
+    """
+
+    def __init__(
+        self,
+        cache: CacheManager,
+        make_key: MakeKey,
+        wake: Callable[[], object],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Start without commands.
+
+        Args:
+            cache: Executes them.
+            make_key: Returns the key of a block hash and a KV-cache group in the present
+                generation; called on the owner's thread.
+            wake: Has a step begin soon if the owner can; thread-safe.
+            clock: Monotonic seconds; thread-safe.
+        """
+        self._cache = cache
+        self._make_key = make_key
+        self._wake = wake
+        self._clock = clock
+        self._queue: deque[_Command] = deque()
+        self._commands: dict[int, _Command] = {}
+        """Number -> command that is queued, runs, or has ended recently."""
+        self._numbers = count(1)
+
+    # -- any thread -----------------------------------------------------------------------------
+
+    def answer(self, request: object) -> dict[str, Any]:
+        """Accept a command, or return the state of an earlier one; never raises for bad input.
+
+        Args:
+            request: `{"do": "delete", "hashes": [...], ...}`, or `{"id": NUMBER}`.
+        """
+        if isinstance(request, Mapping) and request.keys() == {"id"}:
+            command = self._commands.get(request["id"]) if type(request["id"]) is int else None
+            return {"error": "there is no such command"} if command is None else _state_of(command)
+        if error := _defect_of(request):
+            return {"error": error}
+        assert isinstance(request, Mapping)  # noqa: S101 - for the type checker; see _defect_of
+        if len(self._queue) >= _MOST_QUEUED:
+            return {"error": f"{_MOST_QUEUED} commands wait for the engine's steps; try later"}
+        command = _Command(next(self._numbers), request, self._clock() + _DEADLINE_S)
+        self._commands[command.number] = command
+        self._queue.append(command)
+        self._wake()
+        return _state_of(command)
+
+    # -- the owner's thread ---------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a command is queued."""
+        return bool(self._queue)
+
+    def execute(self) -> None:
+        """Begin the oldest command in the queue, if any; call at a step's end."""
+        if self._queue:
+            self._execute(self._queue.popleft())
+
+    def publish(self) -> None:
+        """Update the results of the commands under way, after the end of a step."""
+        surplus = len(self._commands) - _MOST_KEPT
+        for number, command in tuple(self._commands.items()):
+            if command.operation is not None:
+                command.report, is_done = command.operation.report, command.operation.is_done
+                if is_done:
+                    command.is_done, command.operation = True, None
+            elif command.is_done and surplus > 0:
+                del self._commands[number]
+                surplus -= 1
+
+    # -- internal -------------------------------------------------------------------------------
+
+    def _execute(self, command: _Command) -> None:
+        request = command.request
+        what, hashes = request["do"], request.get("hashes", ())
+        if self._clock() > command.until_s:
+            command.error = f"the engine made no step for {_DEADLINE_S:g} s; nothing was done"
+        else:
+            logger.warning("status socket: cache %s of %d block hashes", what, len(hashes))
+            try:
+                self._begin(command, what, hashes)
+            except OffloadError as error:
+                command.error = text_of(error)
+        command.is_done = command.operation is None
+
+    def _begin(self, command: _Command, what: str, hashes: Sequence[str]) -> None:
+        request, cache = command.request, self._cache
+        groups, places = request.get("groups", (0,)), request.get("places")
+        keys: list[OffloadKey] = []
+        for one in hashes:
+            digits = bytes.fromhex(one.removeprefix(KEY_PREFIX))
+            if one.startswith(KEY_PREFIX):
+                keys.append(OffloadKey(digits))
+            else:
+                keys += [self._make_key(digits, group) for group in groups]
+        match what:
+            case "delete":
+                command.operation = cache.delete(keys, places)
+            case "count":
+                command.operation = cache.count(keys, places)
+            case "clear":
+                command.operation = cache.clear(places or ())
+            case "list":
+                place = (places or ["primary"])[0]
+                command.operation = cache.list_keys(place, request.get("cursor"))
+            case "pin":
+                pinned = cache.pin(keys, request.get("duration_s", 0))
+                command.report = CacheReport(
+                    operation="pin", blocks=len(keys), done={"primary": pinned}
+                )
+            case "unpin":
+                gone = cache.unpin(keys)
+                command.report = CacheReport(
+                    operation="unpin", blocks=len(keys), done={"primary": gone}
+                )
+
+
+def _defect_of(request: object) -> str:
+    """Return why a request is not valid, or an empty text."""
+    if not isinstance(request, Mapping) or request.get("do") not in ACTIONS:
+        return f'give an object with "do", one of {", ".join(ACTIONS)}'
+    for name, value in request.items():
+        if name not in _KINDS or not isinstance(value, _KINDS[name]):
+            return f"{name}: it is unknown, or its value has the wrong type"
+    hashes, groups = request.get("hashes", ()), request.get("groups", (0,))
+    if len(hashes) * len(groups) > MOST_HASHES:
+        return f"hashes: {len(hashes)} for {len(groups)} groups; give at most {MOST_HASHES}"
+    if not all(type(group) is int and 0 <= group < 1 << 31 for group in groups):
+        return f"groups: {groups!r} is not valid; give numbers of KV-cache groups"
+    if not all(isinstance(place, str) for place in request.get("places", ())):
+        return "places: it is not valid; give names"
+    try:
+        is_empty = not all(bytes.fromhex(one.removeprefix(KEY_PREFIX)) for one in hashes)
+    except (AttributeError, ValueError):
+        is_empty = True
+    return "hashes: one is not valid; give hexadecimal digits" if is_empty else ""
+
+
+def _state_of(command: _Command) -> dict[str, Any]:
+    """Return a command's state as a JSON object."""
+    report, is_done = command.report, command.is_done
+    state: dict[str, Any] = {"id": command.number, "is_done": is_done}
+    if command.error:
+        return {**state, "error": command.error}
+    if report is not None:
+        fields = asdict(report)
+        fields["keys"] = [KEY_PREFIX + key.hex() for key in report.keys]
+        state |= {"is_complete": report.is_complete, "report": fields}
+    return state

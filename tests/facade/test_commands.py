@@ -1,0 +1,226 @@
+"""Commands that manage the cache from another thread, and through the status socket."""
+
+import asyncio
+import json
+
+import pytest
+import torch
+from facade.worlds import HIT, World, k, ks
+from typer.testing import CliRunner
+
+from kvoffload_async import ConfigError, OffloadEngine, TieringOffloadingSpec
+from kvoffload_async.abc.tier import TierCapabilities
+from kvoffload_async.cli.app import app
+from kvoffload_async.facade import commands as module
+from kvoffload_async.facade.commands import MOST_HASHES, CacheCommands
+from kvoffload_async.status.client import NoAnswerError, command
+from kvoffload_async.status.server import SOCKET_VARIABLE
+from kvoffload_async.types import get_offload_block_hash
+
+EXACT = TierCapabilities(exclusive=True, deletes=True)
+CONFIG = {"cpu_bytes_to_use": "64KiB", "block_bytes": 4096, "model": "m"}
+
+
+def run(*arguments, text=None):
+    return CliRunner().invoke(app, arguments, input=text)
+
+
+def digits(*numbers):
+    return [get_offload_block_hash(k(number)).hex() for number in numbers]
+
+
+@pytest.fixture
+def path(tmp_path_factory):
+    return str(tmp_path_factory.mktemp("s") / "kv.sock")
+
+
+@pytest.fixture
+def world():
+    world = World(EXACT)
+    world.begin("r")
+    world.store(1, 2, 3)
+    world.rest()
+    yield world
+    world.end()
+
+
+def execute(world, request):
+    """Send a command as a client does, with the steps of a scheduler in between."""
+    commands = world.manager.accept_commands()
+    state = commands.answer(request)
+    for _ in range(10):
+        if "error" in state or state["is_done"]:
+            break
+        world.step()
+        world.finish_all()
+        state = commands.answer({"id": state["id"]})
+    return state
+
+
+def test_a_command_is_executed_at_a_steps_end_and_its_client_asks_for_the_report(world):
+    commands = world.manager.accept_commands()
+    state = commands.answer({"do": "delete", "hashes": digits(1, 2)})
+    assert state == {"id": 1, "is_done": False}
+    assert world.manager.has_pending_work()
+    assert world.lookup(1) is HIT, "it has not been executed"
+    world.rest()
+    state = commands.answer({"id": 1})
+    assert (state["is_done"], state["is_complete"]) == (True, True)
+    assert state["report"]["done"] == {"primary": 2, "tier0": 2}
+    assert world.tiers[0].blocks.keys() == {k(3)}
+
+
+def test_every_action_can_be_commanded(world):
+    found = execute(world, {"do": "count", "hashes": digits(1, 9), "groups": [0, 1]})
+    assert found["report"]["done"] == {"primary": 1, "tier0": 1}
+    pinned = execute(world, {"do": "pin", "hashes": digits(1), "duration_s": 5})
+    assert pinned["report"]["done"] == {"primary": 1}
+    assert execute(world, {"do": "unpin", "hashes": digits(1)})["report"]["blocks"] == 1
+    listed = execute(world, {"do": "list", "places": ["tier0"]})["report"]
+    assert listed["cursor"] is None
+    one = {"do": "delete", "hashes": listed["keys"][:1], "places": ["tier0"]}
+    assert execute(world, one)["is_complete"]
+    assert execute(world, {"do": "clear", "places": ["tier0"]})["report"]["done"] == {"tier0": 2}
+    json.dumps(listed)
+
+
+@pytest.mark.parametrize(
+    ("request_", "text"),
+    [
+        ("delete", 'give an object with "do"'),
+        ({"do": "format"}, 'give an object with "do"'),
+        ({"do": "delete", "force": True}, "force: it is unknown"),
+        ({"do": "delete", "hashes": "ab"}, "hashes: it is unknown, or its value has the wrong"),
+        ({"do": "delete", "hashes": ["ab"] * (MOST_HASHES + 1)}, "give at most 512"),
+        ({"do": "delete", "hashes": ["ab"] * 300, "groups": [0, 1]}, "300 for 2 groups"),
+        ({"do": "delete", "hashes": ["xy"]}, "hashes: one is not valid"),
+        ({"do": "delete", "hashes": [1]}, "hashes: one is not valid"),
+        ({"do": "delete", "hashes": [""]}, "hashes: one is not valid"),
+        ({"do": "delete", "groups": [-1]}, "groups: "),
+        ({"do": "delete", "places": [1]}, "places: "),
+        ({"id": 7}, "there is no such command"),
+        ({"id": []}, "there is no such command"),
+    ],
+)
+def test_a_bad_command_is_refused_before_it_is_queued(world, request_, text):
+    commands = world.manager.accept_commands()
+    assert text in commands.answer(request_)["error"]
+    assert not commands.has_work
+
+
+def test_what_the_cache_refuses_is_the_commands_error(world):
+    refused = {"do": "delete", "hashes": digits(1), "places": ["disk"]}
+    assert "places: ['disk'] is not valid" in execute(world, refused)["error"]
+    assert "duration_s" in execute(world, {"do": "pin", "hashes": digits(1)})["error"]
+    assert "give a list" in execute(world, {"do": "clear"})["error"]
+
+
+def test_commands_are_bounded_in_number_and_time(world, monkeypatch):
+    monkeypatch.setattr(module, "_MOST_QUEUED", 2)
+    monkeypatch.setattr(module, "_MOST_KEPT", 2)
+    now_s = 0.0
+    commands = CacheCommands(
+        world.manager.cache, lambda found, _: found, lambda: None, lambda: now_s
+    )
+    world.manager.commands = commands
+    count = {"do": "count", "hashes": [k(1).hex()]}
+    assert [commands.answer(count).get("id") for _ in range(3)] == [1, 2, None]
+    now_s = 31.0
+    world.rest()
+    assert "made no step for 30 s; nothing was done" in commands.answer({"id": 1})["error"]
+    for number in (3, 4, 5):
+        assert commands.answer(count)["id"] == number
+        world.rest()
+    assert commands.answer({"id": 5})["is_complete"]
+    assert "no such" in commands.answer({"id": 1})["error"], "its result is forgotten"
+
+
+# -- the socket ---------------------------------------------------------------------------------
+
+
+def test_a_socket_accepts_no_commands_unless_they_are_configured(path):
+    with TieringOffloadingSpec({**CONFIG, "status_socket": path}) as spec:
+        spec.get_manager()
+        with pytest.raises(NoAnswerError, match="set status_socket_commands"):
+            command(path, {"do": "count", "hashes": ["ab"]}, 1.0)
+
+
+def test_commands_need_a_socket(monkeypatch):
+    monkeypatch.delenv(SOCKET_VARIABLE, raising=False)
+    with (
+        TieringOffloadingSpec({**CONFIG, "status_socket_commands": True}) as spec,
+        pytest.raises(ConfigError, match="status_socket_commands: true is not valid without"),
+    ):
+        spec.get_manager()
+
+
+async def stored(engine, names):
+    async with engine.request("r", names) as request:
+        await engine.store(request, list(range(len(names))))
+    while engine.driver.has_pending_work():
+        await engine.wait_for_progress(1.0)
+
+
+def test_the_command_line_manages_an_idle_engine(path):
+    names = [bytes([number]) * 8 for number in range(3)]
+    config = {
+        **CONFIG,
+        "secondary_tiers": [{"type": "example"}],
+        "status_socket": path,
+        "status_socket_commands": True,
+    }
+
+    async def manage():
+        tensors = {"l": torch.zeros(8, 4096, dtype=torch.uint8)}
+        async with OffloadEngine(config, kv_caches=tensors) as engine:
+            await stored(engine, names)
+            engine.invalidate("v2")  # keys that are listed have a generation, or none
+            engine.invalidate("v1")
+            await stored(engine, names)
+            results = []
+            for arguments, text in [
+                (["count", names[0].hex(), "ab"], None),
+                (["delete", names[0].hex(), "--json"], None),
+                (["list", "--place", "example"], None),
+                (["count", "-", "--place", "example", "--json"], "\n".join(n.hex() for n in names)),
+                (["clear", "--place", "example"], None),
+                (["list", "--place", "example"], None),
+            ]:
+                call = asyncio.to_thread(run, "cache", path, *arguments, text=text)
+                results.append(await call)
+            return results
+
+    counted, deleted, listed, again, cleared, empty = asyncio.run(manage())
+    assert [result.exit_code for result in (counted, deleted, listed, again, cleared)] == [0] * 5
+    assert counted.stdout.split("\n")[3].split()[1] == "primary"
+    assert json.loads(deleted.stdout)["done"] == {"primary": 1, "example": 1}
+    assert len(listed.stdout.split()) == 5
+    assert json.loads(again.stdout)["done"] == {"example": 2}
+    assert "5" in cleared.stdout
+    assert not empty.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "text"),
+    [
+        (["destroy"], 2, "destroy: expected delete"),
+        (["delete"], 2, "delete: needs block hashes"),
+        (["list", "ab"], 2, "list: takes no block hashes"),
+        (["count", "ab"], 1, "no engine answers"),
+    ],
+)
+def test_a_command_line_that_cannot_work_is_one_line(path, arguments, status, text):
+    result = run("cache", path, *arguments)
+    assert (result.exit_code, result.stdout) == (status, "")
+    assert text in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_keys_are_the_generations(world):
+    keys = ks(1)
+    world.manager.invalidate("v2")
+    report = execute(world, {"do": "count", "hashes": digits(1)})["report"]
+    assert report["done"] == {"primary": 0, "tier0": 0}
+    named = [f"key:{key.hex()}" for key in keys]
+    report = execute(world, {"do": "count", "hashes": named})["report"]
+    assert report["done"] == {"primary": 1, "tier0": 1}
