@@ -107,6 +107,21 @@ async def test_a_slow_reader_gets_the_contents_instead_of_what_it_missed():
 
 
 @on_loop
+async def test_a_reader_that_begins_within_a_step_reads_nothing_twice():
+    async with opened() as world:
+        primary = world.engine._driver.planner.primary
+        await turns()
+        primary.reserve([key("a")])
+        primary.complete_write([key("a")], success=True)
+        assert primary.event_log.entries
+        events = world.engine.events()
+        assert list((await anext(events)).keys) == [key("a")]
+        await world.put("b")
+        assert list((await anext(events)).keys) == [key("b")]
+        await events.aclose()
+
+
+@on_loop
 async def test_a_reader_that_begins_late_learns_what_another_knows():
     tier = {**SCRIPTED, "enable_kv_events": True}
     replays = [{}, {}]

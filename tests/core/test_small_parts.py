@@ -267,6 +267,31 @@ def test_what_is_read_late_and_in_parts_from_a_log_of_every_block_is_the_content
     assert not log.dropped
 
 
+S, R, X = Change
+
+
+@pytest.mark.parametrize(
+    ("changes", "left"),
+    [
+        ([S], [(False, False)]),
+        ([S, S], [(False, False)]),
+        ([R, S], []),
+        ([S, R], [(True, True)]),
+        ([S, R, S], [(False, False)]),
+        ([R, X], [(True, False)]),
+        ([R, X, S], []),
+        ([X, S], [(False, False)]),
+        ([X, S, R], [(True, True)]),
+    ],
+)
+def test_unread_changes_of_a_block_are_replaced_by_one(changes, left):
+    log = log_of(announces_removals=True)
+    for change in changes:
+        log.add(ks("a"), change)
+    log._cancel()
+    assert [(event[1], event[2]) for event in taken(log)] == left
+
+
 def test_events_have_a_limited_size_and_a_reader_may_take_a_part():
     log = log_of(announces_removals=True)
     keys = ks(range(2 * KEYS_PER_EVENT + 1))

@@ -22,9 +22,8 @@ from kvoffload_async.types import Locality, Medium
 
 KIB = 1024
 FIELDS = {"model_name": "m"}
-# 16 KiB for the namespace, 10 for growth, 8 for another host.
-# 4 a block, twice that for its folders.
-FS_BYTES = 34 * KIB + 4 * 12 * KIB
+# The namespace and two hosts take 24 KiB, and a block 4.
+FS_BYTES = 26 * KIB + 6 * 4 * KIB
 SLAB_BYTES = 81 * KIB + 8 * 4 * KIB
 """The manifest, the journal, and 8 blocks, if the journal takes no more than for one."""
 RESCAN_S = 600.0

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 from facade.replay_world import Fleet, ReplayWorld
-from facade.worlds import HIT, MISS, k, ks
+from facade.worlds import HIT, k, ks
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
@@ -134,22 +134,30 @@ class FleetEvents(Events):
             self.turn_to(self.number)
             self.begin()
 
-    @rule(numbers=BATCHES)
-    def look_for(self, numbers):
-        """A look-up corrects what was believed: the tiers were asked, and none has the block."""
+    @rule(numbers=BATCHES, looks=st.booleans())
+    def evict_what_both_know(self, numbers, looks):
+        self.fleet.walk()
+        self.store(numbers, "a")
         self.world.check()
-        self.world.begin("looking")
-        for number in numbers:
-            answer = self.world.settled_lookup(number, "looking")
-            self.world.take()
-            if answer is MISS and k(number) in self.world.in_fs:
-                assert k(number) in self.world.on_disk(), "there, but the primary has no room"
-        self.world.finish("looking")
+        self.other_host()
+        if looks:
+            self.look_for_the_removed()
 
-    @rule(sure=st.integers(0, 5))
-    def walk(self, sure):
-        if sure == 0:
-            self.fleet.walk()
+    def look_for_the_removed(self):
+        """Whom a look-up tells that a block is gone tells its consumer."""
+        self.world.check()
+        removed = self.world.in_fs - self.world.on_disk()
+        for req_id in "ab":  # what they have asked is not asked again
+            self.world.finish(req_id)
+        self.begin()
+        self.world.begin("looking")
+        for number in range(20):
+            if k(number) in removed:
+                self.world.settled_lookup(number, "looking")
+        self.world.take()
+        missed = self.world.secondaries[0].tier_state.index.lacks(list(removed))
+        assert self.world.in_fs.isdisjoint(missed)
+        self.world.finish("looking")
 
     def teardown(self):
         try:
