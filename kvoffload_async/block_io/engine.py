@@ -20,7 +20,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-import numpy as np
 import xxhash
 
 from kvoffload_async.block_io._native import Engine as _Threads
@@ -367,10 +366,10 @@ class Engine:
         if rest:
             raise ValueError(f"parts: {len(packed)} bytes are not copies of {_COPY.size} bytes")
         to, begin = (memory.rows or _released() for memory in (target, source))
-        numbers = np.frombuffer(packed, np.int64).reshape(-1, 6)
-        most = (numbers[:, 2] * numbers[:, 3]).max(initial=0)
-        if most > self._part_bytes and numbers.max() <= max(to[0].nbytes, begin[0].nbytes):
-            packed = _cut(packed, self._part_bytes)  # unless it is rejected
+        numbers = memoryview(packed).cast("q")
+        most = max(numbers[2::6], default=0) * max(numbers[3::6], default=0)
+        if most > self._part_bytes and max(numbers) <= max(to[0].nbytes, begin[0].nbytes):
+            packed = _cut(packed, self._part_bytes)  # others are rejected
             count = len(packed) // _COPY.size
         return self._submit(
             *(_COPIES, False, count, (to[0], 1, 1), (), None, b"", packed, begin[0]),
