@@ -34,10 +34,10 @@ LAYERS, COPIED_BYTES = 8, 16 * MIB
 
 
 def scattered_runs(ranks, order):
-    """Return the runs of the first rank, one of K and one of V."""
+    """Return the runs of the first rank."""
     mine = HALF_BYTES // ranks
     if order == "HND":
-        return [CopyRun(0, 0, mine), CopyRun(mine, HALF_BYTES, mine)]
+        return [CopyRun(0, 0, mine, 2, mine, HALF_BYTES)]
     row = HEADS * HEAD_BYTES
     return [
         CopyRun(half * mine, half * HALF_BYTES, row // ranks, TOKENS, row // ranks, row)
