@@ -20,7 +20,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
-import numpy as np
 import xxhash
 
 from kvoffload_async.block_io._native import Engine as _Threads
@@ -177,7 +176,7 @@ _MAX_INT: Final = 2**31 - 1
 _STORES_NOTHING: Final = (b"", b"", b"", "", 0, -1, False, False)
 _NO_MEMORY: Final = (None, 1, 1)
 _CHECK_MS: Final = 10_000
-_COPY: Final = struct.Struct("6q")
+_COPY_BYTES: Final = 48
 
 
 class Memory:
@@ -206,6 +205,11 @@ class Memory:
                 f"buffer: its {view.nbytes} bytes are not a multiple of row_bytes ({row_bytes})"
             )
         self.rows: tuple[memoryview, int, int] | None = (view, row_bytes, slot_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the buffer; 0 after release."""
+        return 0 if self.rows is None else self.rows[0].nbytes
 
     def release(self) -> None:
         """Release the buffer as soon as no transfer uses it."""
@@ -260,7 +264,6 @@ class Engine:
         if not all(hashes):
             raise ValueError(f"hashes: address {hashes.index(0)} is zero")
         call, callable_ = (0, None) if ops is None else adapter(ops)
-        self._part_bytes = part_bytes
         self._threads = _Threads(
             *(load_threads, store_threads, spare_threads, queued, piece_bytes, part_bytes),
             struct.pack(f"{len(hashes)}P", *hashes),
@@ -352,7 +355,7 @@ class Engine:
         return self._submit(_HAS_FILES, False, len(names), _NO_MEMORY, (), None, b"", (), files)
 
     def copies(self, target: Memory, source: Memory, parts: Buffer) -> int:
-        """Copy bytes between memories, in fragments at equal distances.
+        """Copy bytes between memories, in fragments at equal distances; one thread for each copy.
 
         Outcome: None, or ECANCELED if some were not begun.
 
@@ -363,15 +366,10 @@ class Engine:
                 number of fragments, their distance in the target and in the source.
         """
         packed = bytes(parts)
-        count, rest = divmod(len(packed), _COPY.size)
+        count, rest = divmod(len(packed), _COPY_BYTES)
         if rest:
-            raise ValueError(f"parts: {len(packed)} bytes are not copies of {_COPY.size} bytes")
+            raise ValueError(f"parts: {len(packed)} bytes are not copies of {_COPY_BYTES} bytes")
         to, begin = (memory.rows or _released() for memory in (target, source))
-        numbers = np.frombuffer(packed, np.int64).reshape(-1, 6)
-        most = (numbers[:, 2] * numbers[:, 3]).max(initial=0)
-        if most > self._part_bytes and numbers.max() <= max(to[0].nbytes, begin[0].nbytes):
-            packed = _cut(packed, self._part_bytes)  # unless it is rejected
-            count = len(packed) // _COPY.size
         return self._submit(
             *(_COPIES, False, count, (to[0], 1, 1), (), None, b"", packed, begin[0]),
         )
@@ -427,23 +425,6 @@ def check_hashes(hashes: tuple[int, ...]) -> None:
                         raise RuntimeError("hashes: the functions do not compute XXH3")
         finally:
             engine.close(1.0)
-
-
-def _cut(copies: bytes, most: int) -> bytes:
-    """Split copies into copies of at most `most` bytes, for several threads."""
-    return b"".join(
-        _COPY.pack(
-            target + first * target_stride + at,
-            source + first * source_stride + at,
-            min(size - at, most),
-            min(count - first, most // size or 1),
-            target_stride,
-            source_stride,
-        )
-        for target, source, size, count, target_stride, source_stride in _COPY.iter_unpack(copies)
-        for first in range(0, count, most // (size or 1) or 1)
-        for at in range(0, size, most)
-    )
 
 
 def _released() -> NoReturn:

@@ -6,11 +6,12 @@ import select
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from kvoffload_async.block_io.engine import Engine, Memory
+import numpy as np
+
+from kvoffload_async.block_io.engine import PART_BYTES, Engine, Memory
 from kvoffload_async.block_io.hashes import addresses
 
 if TYPE_CHECKING:
-    import numpy as np
     import numpy.typing as npt
 
 __all__ = ["Copies", "Memory", "NativeCopies"]
@@ -66,7 +67,10 @@ class NativeCopies:
             for target, source, parts in batches:
                 while len(waiting) == _QUEUED:
                     waiting -= self._ended()
-                waiting.add(self._engine.copies(target, source, parts.data))
+                largest = (parts[:, 2] * parts[:, 3]).max(initial=0)
+                is_cut = PART_BYTES < largest <= target.num_bytes  # what is larger is refused
+                packed = _cut(parts) if is_cut else parts
+                waiting.add(self._engine.copies(target, source, packed.data))
         finally:
             while waiting:
                 waiting -= self._ended()
@@ -79,3 +83,22 @@ class NativeCopies:
     def _ended(self) -> set[int]:
         self._ends.poll()
         return {ticket for ticket, _ in self._engine.take()}
+
+
+def _cut(parts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Split copies into copies of at most `PART_BYTES`, for several threads."""
+    most = PART_BYTES
+    cut = [
+        (
+            target + first * target_stride + at,
+            source + first * source_stride + at,
+            min(size - at, most),
+            min(count - first, most // size or 1),
+            target_stride,
+            source_stride,
+        )
+        for target, source, size, count, target_stride, source_stride in parts.tolist()
+        for first in range(0, count, most // (size or 1) or 1)
+        for at in range(0, size, most)
+    ]
+    return np.array(cut, dtype=np.int64)

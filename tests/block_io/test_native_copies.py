@@ -1,5 +1,7 @@
 """Copies from memory to memory by native threads."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -35,6 +37,29 @@ def test_every_part_of_every_batch_is_copied_and_nothing_else(copies, memories):
     expected = np.zeros(64, dtype=np.uint8)
     expected[0:2], expected[4:7] = (8, 9), (20, 21, 22)
     assert target.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(
+    ("size", "count", "num_parts"),
+    [(1, 30, 1), (300, 10, 4), (1000, 4, 4), (1500, 2, 4), (6000, 1, 6)],
+)
+def test_a_large_copy_is_cut_into_parts_between_and_within_its_fragments(
+    monkeypatch, size, count, num_parts
+):
+    monkeypatch.setattr(native_copies, "PART_BYTES", 1000)
+    create = partial(native_copies.Engine, part_bytes=1000)
+    monkeypatch.setattr(native_copies, "Engine", create)
+    copies = native_copies.NativeCopies()
+    source = np.random.default_rng(0).integers(0, 256, 6100, np.uint8)
+    target, expected = np.zeros_like(source), np.zeros_like(source)
+    memories = target, copies.map(target), copies.map(source)
+    copies.copy([batch(memories, (10, 5, size, count, size + 7, size + 1))])
+    for at in range(count):
+        begin, end = 5 + at * (size + 1), 10 + at * (size + 7)
+        expected[end : end + size] = source[begin : begin + size]
+    assert np.array_equal(target, expected)
+    assert copies._engine.counters()["parts"] == num_parts
+    copies.close()
 
 
 def test_more_batches_than_may_be_under_way_are_copied_too(monkeypatch):

@@ -201,35 +201,6 @@ def test_copies(engine, block):
     assert not any(block.loaded[310:5000])
 
 
-@pytest.mark.parametrize(
-    ("size", "count", "parts"),
-    [(1, 30, 1), (300, 10, 4), (1000, 4, 4), (1500, 2, 4)],  # of at most 1000 bytes
-)
-def test_fragments_are_copied_and_nothing_between_them(tmp_path, size, count, parts):
-    with opened_engine(part_bytes=1000) as engine:
-        block = Block(engine, tmp_path, BLOCKS, ROW_BYTES)
-        packed = struct.pack("6q", 10, 5, size, count, size + 7, size + 1)
-        outcomes(engine, engine.copies(block.target, block.source, packed))
-        expected = bytearray(len(block.loaded))
-        for at in range(count):
-            begin = 5 + at * (size + 1)
-            end = 10 + at * (size + 7)
-            expected[end : end + size] = block.data[begin : begin + size]
-        assert bytes(block.loaded) == bytes(expected)
-        assert engine.counters()["parts"] == parts
-        block.close()
-
-
-def test_a_large_copy_is_cut_into_parts(tmp_path):
-    with opened_engine(part_bytes=1000) as engine:
-        block = Block(engine, tmp_path, BLOCKS, ROW_BYTES)
-        parts = struct.pack("6q", 1, 0, BLOCKS * ROW_BYTES - 1, 1, 0, 0)
-        outcomes(engine, engine.copies(block.target, block.source, parts))
-        assert block.loaded[1:] == block.data[:-1]
-        assert engine.counters()["parts"] == BLOCKS
-        block.close()
-
-
 def test_what_has_ended_counts_no_more_among_what_may_wait(tmp_path):
     with opened_engine(queued=2) as engine:
         block = Block(engine, tmp_path, BLOCKS, ROW_BYTES)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from canonical_world import LATENT, CanonicalPair, Model
 from engine_world import failing
-from vllm_world import keys_of, make_config, own_id, shared_files
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+from vllm_world import MODULE, SLOT_BYTES, key_of, keys_of, make_config, own_id, shared_files
 
 from kvoffload_async.abc.tier import Direction
 from kvoffload_async.errors import ConfigError
@@ -112,6 +113,30 @@ def test_rows_of_another_order_are_not_served(pair, tmp_path):
     here.finish_jobs()
     assert pair(Model(order="HND"), 2, tmp_path).final(keys_of(0)) == ["MISS"]
     assert pair(Model(order="NHD"), 4, tmp_path).final(keys_of(0)) == ["HIT"]
+
+
+@pytest.mark.parametrize("is_sharded", [True, False])
+def test_under_vllms_own_spec_the_folder_is_that_of_all_sizes_whose_rows_are_equal(
+    is_sharded, tmp_path
+):
+    tier = {**TIER, "type": "FsTier", "module_path": MODULE, "root_dir": str(tmp_path)}
+
+    def folder(ranks):
+        sizes = {"tp_size": ranks, "world_size": ranks, "is_parallelism_agnostic": True}
+        config = make_config([tier], own_id(f"kvoffload-canonical-{ranks}"), **sizes)
+        spec = TieringOffloadingSpec(
+            replace(
+                config_with_canonical_layout(config),
+                worker_kv_bytes_per_block=SLOT_BYTES // (ranks if is_sharded else 1),
+            )
+        )
+        manager = spec.get_manager()
+        try:
+            return manager.secondary_tiers[0].file_mapper.get_file_name(key_of(0))
+        finally:
+            manager.shutdown()
+
+    assert (folder(1) == folder(2)) is is_sharded, "copies of replicated heads make rows longer"
 
 
 # -- refusals -----------------------------------------------------------------------------------

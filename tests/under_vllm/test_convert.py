@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm_world import key_of, keys_of
@@ -17,6 +18,48 @@ from kvoffload_async.types import (
     OffloadPolicy,
     RequestOffloadingContext,
 )
+
+
+@pytest.mark.parametrize(
+    ("runs", "expected"),
+    [
+        ([(0, 0, 4, 1, 4, 4), (4, 16, 4, 1, 4, 4)], [(0, 0, 4, 2, 4, 16)]),
+        (
+            [(0, 8, 4, 1, 4, 4), (4, 24, 4, 1, 4, 4), (8, 40, 4, 1, 4, 4)],
+            [(0, 8, 4, 3, 4, 16)],
+        ),
+        (
+            [(0, 0, 4, 1, 4, 4), (4, 16, 4, 1, 4, 4), (8, 33, 4, 1, 4, 4)],
+            [(0, 0, 4, 2, 4, 16), (8, 33, 4, 1, 4, 4)],
+        ),
+        (
+            [(0, 0, 4, 1, 4, 4), (4, 16, 8, 1, 8, 8)],
+            [(0, 0, 4, 1, 4, 4), (4, 16, 8, 1, 8, 8)],
+        ),
+        (
+            [(4, 16, 4, 1, 4, 4), (0, 0, 4, 1, 4, 4)],
+            [(4, 16, 4, 1, 4, 4), (0, 0, 4, 1, 4, 4)],
+        ),
+        (
+            [(0, 0, 4, 2, 8, 16), (4, 8, 4, 2, 8, 16)],
+            [(0, 0, 4, 2, 8, 16), (4, 8, 4, 2, 8, 16)],
+        ),
+        (
+            [(0, 0, 4, 2, 4, 16), (8, 32, 4, 1, 4, 4)],
+            [(0, 0, 4, 3, 4, 16)],
+        ),
+    ],
+)
+def test_single_fragments_of_a_page_at_equal_distances_become_one_run(runs, expected):
+    copy_runs = tuple(base.CopyRun(*run) for run in runs)
+    mapping = base.CanonicalPageMapping(64, 16, copy_runs, 2, 1, True)
+    page = base.CanonicalKVCacheTensor(torch.zeros(3, 16, dtype=torch.int8), 16)
+    refs = [[base.CanonicalKVCacheRef(0, 16, mapping)]]
+    layout = convert.kv_layout(base.CanonicalKVCaches([page], refs), 2, is_canonical=True)
+    ((table,),) = layout.groups
+    assert [tuple(run) for run in table.runs] == expected
+    assert (layout.chunk_bytes, table.slot_page_bytes) == (128, 64)
+    assert (table.num_writers, table.writer) == (2, 1)
 
 
 def test_a_job_keeps_its_keys_slots_and_request_in_order():

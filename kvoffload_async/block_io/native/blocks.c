@@ -25,6 +25,8 @@ enum {
     RESOLVE_NOTHING_ELSE = 0x02 | 0x04 | 0x08, /* RESOLVE_NO_MAGICLINKS, _NO_SYMLINKS, _BENEATH */
     OPENAT2 = 437,                             /* on every architecture but Alpha */
     NOREPLACE = 1,
+    LINE_BYTES = 64,
+    PREFETCHED_BYTES = 1024,
     MAX_INTERRUPTIONS = 64, /* of one call; none expected, since the threads block signals */
 };
 
@@ -389,13 +391,29 @@ static size_t bytes_of(const struct copy *copy)
     return (size_t)copy->bytes * (size_t)copy->count;
 }
 
-static void move_fragments(const struct batch *batch, const struct copy *copy)
+/* Prefetches the beginning of a fragment, which the processor does not foresee. */
+static void prefetch(const unsigned char *target, const unsigned char *source, int64_t bytes)
+{
+    for (size_t at = 0; at < least((size_t)bytes, PREFETCHED_BYTES); at += LINE_BYTES) {
+        __builtin_prefetch(source + at);
+        __builtin_prefetch(target + at, 1);
+    }
+}
+
+/* Copies fragments; `next` is the copy that follows, or NULL. */
+static void move_fragments(const struct batch *batch, const struct copy *copy,
+                           const struct copy *next)
 {
     unsigned char *target = batch->memory.base + copy->target;
     const unsigned char *source = batch->source + copy->source;
-    for (int64_t i = 0; i < copy->count; i++)
-        memmove(target + i * copy->target_stride, source + i * copy->source_stride,
-                (size_t)copy->bytes);
+    int64_t to = copy->target_stride, from = copy->source_stride;
+    for (int64_t i = 0; i < copy->count; i++) {
+        if (i + 1 < copy->count)
+            prefetch(target + (i + 1) * to, source + (i + 1) * from, copy->bytes);
+        else if (next != NULL)
+            prefetch(batch->memory.base + next->target, batch->source + next->source, next->bytes);
+        memmove(target + i * to, source + i * from, (size_t)copy->bytes);
+    }
 }
 
 void do_part(struct worker *worker, const struct part *part)
@@ -417,8 +435,10 @@ void do_part(struct worker *worker, const struct part *part)
         } else if (batch->kind == BATCH_HAS_FILES) {
             batch->statuses[i] = is_there(worker, batch, batch->names[i]) ? STATUS_THERE : 0;
         } else if (batch->kind == BATCH_COPIES) {
-            move_fragments(batch, &batch->copies[i]);
-            count_up(worker->engine, BYTES, bytes_of(&batch->copies[i]));
+            const struct copy *copy = &batch->copies[i];
+            bool is_last = i + 1 == part->first + part->count;
+            move_fragments(batch, copy, is_last ? NULL : copy + 1);
+            count_up(worker->engine, BYTES, bytes_of(copy));
         }
     }
     close_folders(&worker->folders);

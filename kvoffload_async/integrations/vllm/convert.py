@@ -274,6 +274,25 @@ def canonical_page_bytes(kv_caches: base.CanonicalKVCaches) -> list[int]:
     return sizes
 
 
+def _runs_of(mapping: base.CanonicalPageMapping) -> list[CopyRun]:
+    """Return a mapping's runs; single fragments at equal distances become one."""
+    runs: list[CopyRun] = []
+    for run in mapping.runs:
+        page, slot, size = run.local_offset, run.canonical_offset, run.fragment_size
+        last = runs[-1] if runs and runs[-1].fragment_bytes == size else None
+        if last is not None and run.num_fragments == 1:
+            count = last.num_fragments
+            strides = (page - last.page_offset) // count, (slot - last.slot_offset) // count
+            longer = CopyRun(*last[:3], count + 1, *strides)
+            is_next = (longer.page_end, longer.slot_end) == (page + size, slot + size)
+            if is_next and min(strides) > 0 and (count == 1 or last[4:] == strides):
+                runs[-1] = longer
+                continue
+        strides = run.local_stride, run.canonical_stride
+        runs.append(CopyRun(page, slot, size, run.num_fragments, *strides))
+    return runs
+
+
 def _page_table(
     pages: torch.Tensor,
     offset_bytes: int,
@@ -286,13 +305,7 @@ def _page_table(
         pages,
         offset_bytes,
         slot_page_bytes,
-        tuple(
-            CopyRun(
-                *(run.local_offset, run.canonical_offset, run.fragment_size),
-                *(run.num_fragments, run.local_stride, run.canonical_stride),
-            )
-            for run in mapping.runs
-        ),
+        _runs_of(mapping),
         mapping.num_writers,
         mapping.writer_index,
     )

@@ -173,8 +173,10 @@ class VllmTier(tiering.SecondaryTierManager):
             tier["root_dir"] = _absolute(options.get("root_dir"))
         config = offloading_spec.config
         arguments = ModelContent.of(offloading_spec).arguments
-        # With several ranks, the workers' tensors are in other processes.
-        canonical = canonical_format(config)
+        # With several ranks, the workers' tensors are in other processes. vLLM's rows have room for
+        # a copy of each rank, so the sizes of rows of replicated heads differ.
+        if canonical := canonical_format(config):
+            canonical += f" in {self._rows.nbytes // len(self._rows)} bytes"
         is_alone = config.parallel.world_size == 1 and not canonical
         layers = arguments.registered_layers() if arguments and is_alone else {}
         groups = [group.layer_names for group in config.groups]
