@@ -28,7 +28,7 @@ from kvoffload_async.config import shown as abbreviated
 from kvoffload_async.errors import InputError
 from kvoffload_async.facade.tier_factory import TierAdmission
 from kvoffload_async.replay import simulation
-from kvoffload_async.replay.simulation import LRU, Backlog, Row, Simulation
+from kvoffload_async.replay.simulation import LRU, Traffic, Row, Simulation
 from kvoffload_async.replay.source import TraceFile
 
 _MOST_BLOCKS: Final = 100_000_000
@@ -99,12 +99,12 @@ def simulate(given: SimulateOptions) -> None:
         only_reuse = one_of(TierAdmission)(given.admission, "--admission") is TierAdmission.REUSE
         if given.arrivals is not None and given.tier_blocks is None:
             raise InputError("--arrivals: nothing can be prefetched; give --tier-blocks, too")
-        backlog: Backlog | None = None
+        traffic: Traffic | None = None
         with closing(TraceFile(given.trace)) as trace:
             requests: Iterable[Sequence[int]] = trace
             if given.arrivals is not None:
-                backlog = Backlog(list(trace.arrivals()), given.arrivals, given.concurrency)
-                requests = [arrival.block_ids for arrival in backlog.arrivals]
+                traffic = Traffic(list(trace.arrivals()), given.arrivals, given.concurrency)
+                requests = [arrival.block_ids for arrival in traffic.arrivals]
             found = simulation.simulate(
                 requests,
                 policies,
@@ -112,7 +112,7 @@ def simulate(given: SimulateOptions) -> None:
                 warm_half=given.warm_half,
                 tier_blocks=given.tier_blocks or 0,
                 only_reuse=only_reuse,
-                backlog=backlog,
+                traffic=traffic,
                 should_stop=lambda: interrupt.is_requested,
             )
         publish(given.json, partial(_print_table, found), found.to_json())
@@ -134,20 +134,18 @@ def _capacities(text: str | None) -> list[int]:
 
 def _print_table(found: Simulation, console: Console) -> None:
     title = f"{found.requests:,} requests, {found.block_refs:,} block references"
-    head = ("policy", "capacity", "hits", "prefix hits", "optimum", "gap closed", "writes")
-    has_backlog = any(row.waited_s is not None for row in found.rows)
-    if has_backlog:
-        head += ("waited", "prefetched", "in vain")
+    has_queue = any(row.waited_s is not None for row in found.rows)
+    middle = ("waited", "prefetched", "in vain")
+    if not has_queue:
+        middle = ("hits", "optimum", "gap closed")
+    head = ("policy", "capacity", "prefix hits", *middle, "writes")
     rows = (
         (
             row.policy,
             f"{row.capacity:,}",
-            f"{row.hit_ratio:.4f}",
             f"{row.prefix_hit_ratio:.4f}",
-            f"{row.optimum:.4f}",
-            "" if row.gap_closed is None else f"{row.gap_closed:.1%}",
+            *(_queue_figures(row) if has_queue else _other_figures(row)),
             f"{row.writes:,}",
-            *(_backlog_figures(row) if has_backlog else ()),
         )
         for row in found.rows
     )
@@ -159,6 +157,13 @@ def _print_table(found: Simulation, console: Console) -> None:
     )
 
 
-def _backlog_figures(row: Row) -> tuple[str, str, str]:
-    counts = ("" if count is None else f"{count:,}" for count in (row.prefetched, row.in_vain))
-    return f"{row.waited_s or 0.0:.1f} s", *counts
+def _other_figures(row: Row) -> tuple[str, str, str]:
+    gap_closed = "" if row.gap_closed is None else f"{row.gap_closed:.1%}"
+    return f"{row.hit_ratio:.4f}", f"{row.optimum:.4f}", gap_closed
+
+
+def _queue_figures(row: Row) -> tuple[str, str, str]:
+    prefetched, in_vain = (
+        "" if count is None else f"{count:,}" for count in (row.prefetched, row.in_vain)
+    )
+    return f"{row.waited_s or 0.0:.1f} s", prefetched, in_vain

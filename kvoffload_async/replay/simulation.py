@@ -4,7 +4,7 @@ LRU is simulated at every capacity in one pass: a block is found by a cache that
 large as the block's *stack distance*, the number of distinct blocks used since its last use
 (Mattson et al., 1970). Other policies run in the engine's own block accounting.
 
-With a `Backlog`, requests arrive on virtual time, and blocks of those that wait are prefetched from
+With a `Traffic`, requests arrive on virtual time, and blocks of those that wait are prefetched from
 the tier: at most a quarter of the primary, first come, first served, as in `core.room`.
 """
 
@@ -44,7 +44,7 @@ class Row:
         optimum: The prefix hit ratio of an optimum that knows the whole trace.
         gap_closed: Part of the way from LRU to the optimum, in prefix hits; None if they are equal.
         writes: Blocks stored; with a tier, in the tier.
-        waited_s: Mean seconds from a request's arrival to its start; None without a `Backlog`.
+        waited_s: Mean seconds from a request's arrival to its start; None without a `Traffic`.
         prefetched: Blocks promoted before their request started; None: without prefetch.
         in_vain: Those of them that were evicted before their request used them.
     """
@@ -217,7 +217,7 @@ TOKEN_S: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True)
-class Backlog:
+class Traffic:
     """When requests arrive, and how many run at once; a request runs until its last token.
 
     Attributes:
@@ -271,12 +271,12 @@ class PolicyRun:
             if should_stop():
                 break
 
-    def serve_backlog(
+    def serve_arrivals(
         self,
         requests: Sequence[Sequence[OffloadKey]],
         first: int,
         should_stop: Callable[[], bool],
-        backlog: Backlog,
+        traffic: Traffic,
         *,
         prefetch: bool,
     ) -> dict[str, Any]:
@@ -287,8 +287,8 @@ class PolicyRun:
         Returns:
             `waited_s`, and with prefetch also `prefetched` and `in_vain` of a `Row`.
         """
-        places = [0.0] * backlog.concurrency
-        due_s = [arrival.at_s / backlog.speed for arrival in backlog.arrivals]
+        places = [0.0] * traffic.concurrency
+        due_s = [arrival.at_s / traffic.speed for arrival in traffic.arrivals]
         waited_s, coming = 0.0, 0
         for number, keys in enumerate(requests):
             start_s = max(due_s[number], places[0])
@@ -298,7 +298,7 @@ class PolicyRun:
                     break
                 coming += 1
             loaded = self._serve(number, keys, counts=number >= first)
-            tokens_s = TOKEN_S * backlog.arrivals[number].output_tokens
+            tokens_s = TOKEN_S * traffic.arrivals[number].output_tokens
             heapreplace(places, start_s + BLOCK_S * (len(keys) - loaded) + tokens_s)
             waited_s += start_s - due_s[number]
             if should_stop():
@@ -434,7 +434,7 @@ def simulate(
     warm_half: bool = False,
     tier_blocks: int = 0,
     only_reuse: bool = False,
-    backlog: Backlog | None = None,
+    traffic: Traffic | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Simulation:
     """Simulate eviction policies on a trace of requests.
@@ -448,7 +448,7 @@ def simulate(
         tier_blocks: Capacity of an LRU tier below the primary; 0: none. The optimum is that of one
             cache of both capacities.
         only_reuse: Whether that tier has `admission` "reuse".
-        backlog: When the requests arrive; then each policy has a row without prefetch and one with
+        traffic: When the requests arrive; then each policy has a row without prefetch and one with
             it. Needs a tier.
         should_stop: Checked between the requests; the rows so far are returned.
 
@@ -478,15 +478,15 @@ def simulate(
             break
         optimum = optimal_hits(trace, capacity + tier_blocks, first)
         lru = prefix_hits.at(capacity + tier_blocks)
-        for policy, prefetch in product(policies, (False,) if backlog is None else (False, True)):
+        for policy, prefetch in product(policies, (False,) if traffic is None else (False, True)):
             found, heads, writes = hits.at(capacity), lru, refs - hits.at(capacity)
             queue: dict[str, Any] = {}
             if tier_blocks or policy != LRU:
                 run = PolicyRun(policy, capacity, tier_blocks, only_reuse=only_reuse)
-                if backlog is None:
+                if traffic is None:
                     run.serve_all(keys, first, should_stop)
                 else:
-                    queue = run.serve_backlog(keys, first, should_stop, backlog, prefetch=prefetch)
+                    queue = run.serve_arrivals(keys, first, should_stop, traffic, prefetch=prefetch)
                 found, heads, writes = run.hits, run.prefix_hits, run.writes
             gap = optimum - lru
             rows.append(

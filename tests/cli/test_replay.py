@@ -200,3 +200,35 @@ def test_a_signal_that_ends_it_leaves_no_temporary_directory(command, monkeypatc
     assert result.exit_code == 128 + number
     assert json.loads(result.stdout)["requests"] == 5
     assert list(command.directory.iterdir()) == []
+
+
+def test_the_queue_and_its_prefetch_are_printed(command):
+    trace = command.file('{"timestamp": 0, "hash_ids": [1]}\n' * 3, "timed.jsonl")
+    options = ("replay", trace, "--tier", "example", "--arrivals", 1)
+    shown = command.run(*options).stdout
+    assert "in the queue" in shown
+    assert "prefetched / used / in vain" in shown
+    shown = command.run(*options, "--no-prefetch").stdout
+    assert "in the queue" in shown
+    assert "prefetched" not in shown
+    assert "in the queue" not in command.run(*options[:-2]).stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (("--arrivals", "2"), "--arrivals: these requests have no timestamps; give a trace"),
+        (("--no-prefetch",), "--no-prefetch: no request waits; give --arrivals, too"),
+        (("--arrivals", "0"), "--arrivals"),
+    ],
+)
+def test_a_queue_that_cannot_be_is_refused(command, options, complaint):
+    assert complaint in command.refusal("replay", "--limit", "2", *options)
+
+
+@pytest.mark.parametrize("engine", ["sync", "async"])
+def test_a_time_of_arrival_that_decreases_names_its_line(command, engine):
+    times = '{"timestamp": 5, "hash_ids": [1]}\n{"timestamp": 4, "hash_ids": [1]}\n'
+    options = (command.file(times, "timed.jsonl"), "--arrivals", "9", "--engine", engine)
+    complaint = "line 2: timestamp 4 is less than the one before, 5; sort the trace"
+    assert complaint in command.refusal("replay", *options)

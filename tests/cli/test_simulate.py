@@ -7,6 +7,7 @@ import pytest
 from kvoffload_async.replay.source import ChatWorkload
 
 TRACE = list(ChatWorkload(80, seed=3))
+TIER = ("--tier-blocks", "500")
 
 
 def test_rows_as_json_equal_a_replay(command):
@@ -33,6 +34,19 @@ def test_the_table_and_the_least_capacity_are_printed(command):
     assert "40 requests" in shown
 
 
+def test_a_traffic_is_simulated_without_prefetch_and_with_it(command):
+    requests = ({"timestamp": 50 * n, "hash_ids": list(ids)} for n, ids in enumerate(TRACE))
+    trace = command.file("\n".join(map(json.dumps, requests)), "timed.jsonl")
+    options = (trace, *TIER, "--capacity", "90", "--arrivals", 2, "--concurrency", 2)
+    without, prefetching = json.loads(command.run("simulate", *options, "--json", "-").stdout)[
+        "rows"
+    ]
+    assert without["prefetched"] is None
+    assert prefetching["prefetched"] > 0 < without["waited_s"]
+    shown = command.run("simulate", *options).stdout
+    assert "in vain" in shown
+
+
 def test_a_picture_is_drawn(command, tmp_path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "curve.png"
@@ -49,6 +63,8 @@ def test_a_picture_is_drawn(command, tmp_path):
         ('{"hash_ids": [1]}\n{"hash_ids": [1, 2', (), "Malformed line 2: not JSON"),
         ('{"hash_ids": [1]}\n', ("--warm-half",), "a trace of 1 requests leaves no block"),
         ("", (), "no request"),
+        ('{"hash_ids": [1]}\n', ("--arrivals", "2"), "--arrivals: nothing can be prefetched; give"),
+        ('{"hash_ids": [1]}\n', (*TIER, "--arrivals", "2"), "line 1: it has no"),
         ('{"hash_ids": [1]}\n', ("--capacity", "0"), "--capacity '0' is not valid"),
         ('{"hash_ids": [1]}\n', ("--policy", "mru"), "eviction_policy: 'mru' is unknown"),
     ],

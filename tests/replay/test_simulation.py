@@ -9,7 +9,7 @@ from kvoffload_async.errors import ConfigError, InputError
 from kvoffload_async.replay.simulation import (
     BLOCK_S,
     TOKEN_S,
-    Backlog,
+    Traffic,
     LruCurve,
     optimal_hits,
     simulate,
@@ -208,19 +208,19 @@ def test_an_interrupt_during_the_first_pass_leaves_no_row():
     assert (found.interrupted, found.rows) == (True, ())
 
 
-def with_backlog(requests, capacity, tier_blocks, *, speed=1.0, concurrency=1, apart_s=0.0):
+def with_traffic(requests, capacity, tier_blocks, *, speed=1.0, concurrency=1, apart_s=0.0):
     """Simulate requests that arrive `apart_s` apart; return the rows without prefetch and with."""
     arrivals = [Arrival(apart_s * n, ids, 10) for n, ids in enumerate(requests)]
-    backlog = Backlog(arrivals, speed, concurrency)
-    options = {"tier_blocks": tier_blocks, "backlog": backlog}
+    traffic = Traffic(arrivals, speed, concurrency)
+    options = {"tier_blocks": tier_blocks, "traffic": traffic}
     return simulate(requests, ["lru"], [capacity], **options).rows
 
 
 @pytest.mark.parametrize("apart_s", [0.0, 0.3, 100.0])
 @pytest.mark.parametrize("concurrency", [1, 4])
-def test_a_backlog_without_prefetch_has_the_hits_of_the_order_of_arrival(apart_s, concurrency):
+def test_a_traffic_without_prefetch_has_the_hits_of_the_order_of_arrival(apart_s, concurrency):
     plain = simulate(CHAT, ["lru"], [100], tier_blocks=400).rows[0]
-    without, prefetching = with_backlog(CHAT, 100, 400, apart_s=apart_s, concurrency=concurrency)
+    without, prefetching = with_traffic(CHAT, 100, 400, apart_s=apart_s, concurrency=concurrency)
     assert without.prefix_hit_ratio == plain.prefix_hit_ratio
     assert without.writes == plain.writes
     assert without.prefetched is without.in_vain is None
@@ -231,21 +231,21 @@ def test_a_backlog_without_prefetch_has_the_hits_of_the_order_of_arrival(apart_s
 
 
 def test_requests_wait_for_a_place_first_come_first_served():
-    rows = with_backlog([[1, 2], [1, 2], [3]], 8, 8)
+    rows = with_traffic([[1, 2], [1, 2], [3]], 8, 8)
     runs_s = 2 * BLOCK_S + 10 * TOKEN_S, 10 * TOKEN_S
     assert rows[0].waited_s == pytest.approx((runs_s[0] + sum(runs_s)) / 3)
-    twice_as_fast = with_backlog([[1, 2], [1, 2], [3]], 8, 8, apart_s=0.1, speed=2.0)
+    twice_as_fast = with_traffic([[1, 2], [1, 2], [3]], 8, 8, apart_s=0.1, speed=2.0)
     assert twice_as_fast[0].waited_s == pytest.approx(rows[0].waited_s - (0.05 + 0.1) / 3)
 
 
 def test_a_waiting_request_is_prefetched_up_to_a_quarter_of_the_primary():
     requests = [list(range(8)), list(range(10, 18)), [20], list(range(8))]
-    _, row = with_backlog(requests, 8, 100, apart_s=0.25)
+    _, row = with_traffic(requests, 8, 100, apart_s=0.25)
     assert (row.prefetched, row.in_vain) == (2, 0)
 
 
 def test_prefetched_blocks_give_way_to_a_store_and_are_then_in_vain():
     requests = [list(range(8)), list(range(10, 18)), list(range(20, 28)), list(range(8))]
-    without, row = with_backlog(requests, 8, 100, apart_s=0.25)
+    without, row = with_traffic(requests, 8, 100, apart_s=0.25)
     assert (row.prefetched, row.in_vain) == (2, 2)
     assert row.prefix_hit_ratio == without.prefix_hit_ratio == 0.25
