@@ -23,7 +23,7 @@ from kvoffload_async.core.tier_state import TURN_S, TierState
 from kvoffload_async.types import LookupResult, OffloadKey, SlidingWindow
 
 _REQUESTS_A_STEP: Final = 8
-_KEYS_A_STEP: Final = 512
+_KEYS_A_STEP: Final = 128
 """Keys looked up in a step, after which no further request is: a step is short, whatever waits."""
 
 
