@@ -288,14 +288,7 @@ class Planner:
         success: bool,
         generation: int | None = None,
     ) -> None:
-        """End the write of keys that `prepare_store` granted; on success they cascade.
-
-        Blocks that are being deleted are dropped.
-        """
-        if success and self.primary.barred.sets:
-            barred = [key for key in keys if key in self.primary.barred]
-            Planner.complete_store(self, barred, ctx, success=False, generation=generation)
-            keys = self.primary.barred.without(keys)
+        """End the write of keys that `prepare_store` granted; on success they cascade."""
         written = self.primary.complete_store(ctx, keys, success=success, generation=generation)
         request = self.requests.get(ctx)
         if success:
@@ -487,8 +480,6 @@ class Planner:
         good = frozenset(job.keys) if result.success else result.successful_keys or frozenset()
         if result.orphaned:
             good = frozenset()  # the copy still runs, so no block is complete yet
-        if self.primary.barred.sets:
-            good = frozenset(key for key in good if key not in self.primary.barred)
         landed = [key for key in job.keys if key in good]
         failed = [key for key in job.keys if key not in good]
         request, prefetches = self.requests.get(job.req_context), self.tiers[index].prefetches

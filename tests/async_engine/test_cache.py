@@ -138,7 +138,7 @@ async def test_pins_are_bounded_and_end_by_unpin_deletion_and_reset():
         assert cache.pin(hashes("abcdef"), MOST_PIN_S) == 3, "a quarter of the primary"
         assert cache.unpin(hashes("a")) == 1
         assert cache.pin(hashes("abcdef")[3:], 1.0) == 1
-        await cache.delete(hashes("ab")[1:])
+        assert (await cache.delete(hashes("ab")[1:])).is_complete
         assert world.engine.stats().planner.pinned_blocks == 2
         await world.engine.reset()
         assert world.engine.stats().planner.pinned_blocks == 0

@@ -74,6 +74,7 @@ def test_a_block_that_is_being_promoted_never_becomes_readable():
     world.finish_job()
     assert world.lookups(ctx, "ab") == [HIT, MISS]
     world.step()
+    assert world.primary.counts["free"] == 3
     end_calls(world)
     assert world.tiers[0].contents.keys() == {k("a")}
     world.wind_down()
@@ -177,8 +178,8 @@ def test_a_tier_that_fails_to_delete_is_asked_again_and_its_block_stays_absent()
 def test_a_deleted_block_can_be_stored_anew():
     world, ctx = stored()
     world.delete("a")
-    assert world.offer(ctx, "a").keys_to_store == [], "not while it is being deleted"
     world.step()
+    assert world.offer(ctx, "a").keys_to_store == [], "not while it is being deleted"
     end_calls(world)
     world.store(ctx, "a")
     assert world.lookup(ctx, "a") is HIT
@@ -193,6 +194,23 @@ def test_a_tier_alone_forgets_a_block_that_the_primary_keeps():
     world.step()
     end_calls(world)
     assert world.lookup(ctx, "a") is HIT
+    assert k("a") in world.tiers[0].contents
+    assert k("a") not in world.tiers[1].contents
+    world.wind_down()
+
+
+def test_a_failed_copy_to_the_one_tier_that_forgets_a_block_is_not_repeated():
+    world = World(8, 2)
+    ctx = world.begin()
+    world.store(ctx, "a")
+    world.delete("a", [1], in_primary=False)
+    world.step()
+    world.fail(max(world.running))
+    world.finish_all()
+    end_calls(world)
+    for _ in range(4):
+        world.step()
+        world.finish_all()
     assert k("a") in world.tiers[0].contents
     assert k("a") not in world.tiers[1].contents
     world.wind_down()
