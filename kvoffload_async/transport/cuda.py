@@ -332,10 +332,10 @@ class _Scattering:
         in_rows = KVLayout(groups, layout.blocks_per_chunk, layout.chunk_bytes)
         self.copier = Copier(in_rows, slots, cell_offset_bytes)
 
-    def pieces(
+    def batches(
         self, parts: Sequence[GroupCopies]
     ) -> Iterator[tuple[int, GroupCopies, Sequence[GroupCopies]]]:
-        """Divide a transfer into pieces that fit into the rows.
+        """Divide a transfer into batches that fit into the rows.
 
         Yields:
             (group, copies between rows and slots, copies of all groups between device and rows)
@@ -569,17 +569,17 @@ class CudaTransport(Transport):
         staged: _StagedStream,
         scattering: _Scattering,
     ) -> None:
-        """Copy piece by piece; the last piece of a load is only queued."""
-        for group, piece, to_rows in scattering.pieces(parts):
+        """Copy batch by batch; the last one of a load is only queued."""
+        for group, batch, to_rows in scattering.batches(parts):
             if direction is Direction.LOAD:
-                # The rows are free when the copies of the piece before have ended.
+                # The rows are free when the copies of the batch before have ended.
                 staged.stream.synchronize()
-                scattering.copier.copy(direction, group, piece)
+                scattering.copier.copy(direction, group, batch)
                 self._perform(direction, to_rows, staged)
             else:
                 self._perform(direction, to_rows, staged)
                 staged.stream.synchronize()
-                scattering.copier.copy(direction, group, piece)
+                scattering.copier.copy(direction, group, batch)
 
     def _complete_all(self, staged: _StagedStream) -> None:
         """Publish the outcomes of a stream's transfers, in order. Thread: the stream's."""

@@ -171,6 +171,15 @@ class Unknown(Model):
         return super().tensor(content).flatten(3)
 
 
+def test_ranks_that_would_see_different_pages_in_a_row_are_refused(monkeypatch):
+    monkeypatch.setattr(
+        KVOffloadSpec, "_digest_of", lambda self, _: f"{self.config.parallel.rank:032x}"
+    )
+    with pytest.raises(ConfigError, match="the ranks have KV caches of different layouts"):
+        CanonicalPair(own_id("kvoffload-unequal"), Model(), 2)
+    assert shared_files() == []
+
+
 def test_trusting_vllms_directory_is_refused():
     model = Model()
     with pytest.raises(ConfigError, match="trust_vllm_directory: not possible with canonical"):
