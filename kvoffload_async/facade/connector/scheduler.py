@@ -225,8 +225,8 @@ class OffloadingConnectorScheduler:
         Optional. Only with one group of full attention: others load different blocks, depending on
         how much of the prompt is found.
         """
-        state = self._known(request)
-        if len(state.groups) == 1 and self.geometry.chunks_per_window(0) is None:
+        if len(self.geometry.groups) == 1 and self.geometry.chunks_per_window(0) is None:
+            state = self._known(request)
             state.extend_keys(self.geometry)
             self.manager.prefetch(tuple(state.groups[0].keys), state.ctx)
 
@@ -452,15 +452,16 @@ class OffloadingConnectorScheduler:
         for tables in output.new_blocks.values():
             for table in tables:
                 step.note_allocated(table)
-        for req_id, state in self._requests.items():
-            # The blocks of an ended request remain valid until this step runs.
-            if req_id not in step.placed_req_ids and not state.has_ended:
-                state.drop_stale_blocks(step.allocated, self.geometry)
-            if req_id in output.block_tables:
-                step.placed_req_ids.add(req_id)
-                state.set_blocks(output.block_tables[req_id])
-            if req_id in output.new_blocks:
-                state.append_blocks(output.new_blocks[req_id])
+        if self.geometry.has_windows:  # otherwise a step costs no time per queued request
+            for req_id, state in self._requests.items():
+                # The blocks of an ended request remain valid until this step runs.
+                if req_id not in step.placed_req_ids and not state.has_ended:
+                    state.drop_stale_blocks(step.allocated, self.geometry)
+        for req_id in output.block_tables.keys() & self._requests.keys():
+            step.placed_req_ids.add(req_id)
+            self._requests[req_id].set_blocks(output.block_tables[req_id])
+        for req_id in output.new_blocks.keys() & self._requests.keys():
+            self._requests[req_id].append_blocks(output.new_blocks[req_id])
 
     # -- internal: jobs -------------------------------------------------------------------------
 
