@@ -28,7 +28,7 @@ from kvoffload_async.config import shown as abbreviated
 from kvoffload_async.errors import InputError
 from kvoffload_async.facade.tier_factory import TierAdmission
 from kvoffload_async.replay import simulation
-from kvoffload_async.replay.simulation import LRU, Traffic, Row, Simulation
+from kvoffload_async.replay.simulation import LRU, Row, Simulation, Traffic
 from kvoffload_async.replay.source import TraceFile
 
 _MOST_BLOCKS: Final = 100_000_000

@@ -9,8 +9,8 @@ from kvoffload_async.errors import ConfigError, InputError
 from kvoffload_async.replay.simulation import (
     BLOCK_S,
     TOKEN_S,
-    Traffic,
     LruCurve,
+    Traffic,
     optimal_hits,
     simulate,
 )

@@ -135,6 +135,11 @@ class ConnectorGeometry:
                     f"multiple of tokens_per_hash={self.tokens_per_hash}"
                 )
 
+    @property
+    def has_windows(self) -> bool:
+        """Whether a group has a sliding window."""
+        return any(group.sliding_window_tokens is not None for group in self.groups)
+
     def tokens_per_chunk(self, group: int) -> int:
         """Return the number of tokens per chunk of a group."""
         return self.groups[group].tokens_per_block * self.blocks_per_chunk

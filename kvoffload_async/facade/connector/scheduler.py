@@ -229,12 +229,13 @@ class OffloadingConnectorScheduler:
             request: A request that the scheduler has queued.
             num_computed_tokens: Tokens from its start that are present on the device.
         """
-        state, geometry = self._known(request), self.geometry
+        geometry = self.geometry
         groups = range(len(geometry.groups))
         full = [group for group in groups if geometry.chunks_per_window(group) is None]
         tokens_per_chunk, *others = {*map(geometry.tokens_per_chunk, groups)}
         if len(full) != 1 or others:
             return
+        state = self._known(request)
         state.extend_keys(geometry)
         start = num_computed_tokens // tokens_per_chunk
         end = self._load_limit(request, num_computed_tokens) // tokens_per_chunk
@@ -474,15 +475,16 @@ class OffloadingConnectorScheduler:
         for tables in output.new_blocks.values():
             for table in tables:
                 step.note_allocated(table)
-        for req_id, state in self._requests.items():
-            # The blocks of an ended request remain valid until this step runs.
-            if req_id not in step.placed_req_ids and not state.has_ended:
-                state.drop_stale_blocks(step.allocated, self.geometry)
-            if req_id in output.block_tables:
-                step.placed_req_ids.add(req_id)
-                state.set_blocks(output.block_tables[req_id])
-            if req_id in output.new_blocks:
-                state.append_blocks(output.new_blocks[req_id])
+        if self.geometry.has_windows:  # otherwise a step costs no time per queued request
+            for req_id, state in self._requests.items():
+                # The blocks of an ended request remain valid until this step runs.
+                if req_id not in step.placed_req_ids and not state.has_ended:
+                    state.drop_stale_blocks(step.allocated, self.geometry)
+        for req_id in output.block_tables.keys() & self._requests.keys():
+            step.placed_req_ids.add(req_id)
+            self._requests[req_id].set_blocks(output.block_tables[req_id])
+        for req_id in output.new_blocks.keys() & self._requests.keys():
+            self._requests[req_id].append_blocks(output.new_blocks[req_id])
 
     # -- internal: jobs -------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ Blocks cached on the device are used, further ones found in the tiers are loaded
 computed, and the whole prompt is offered for storing.
 
 A request is in flight until all its jobs have ended; see `stepwise`. A hit counts for a tier if the
-block was not in the primary when the request arrived.
+block was not in the primary when the request started, or had been prefetched for it.
 """
 
 from __future__ import annotations
@@ -38,12 +38,10 @@ class _Queued:
 
     Attributes:
         request: The engine's request, if it is prefetched; it ends with `stack`.
-        absent: The keys that were not in the primary when it arrived.
     """
 
     prompt: Prompt
     request: EngineRequest | None = None
-    absent: set[OffloadKey] = field(default_factory=set)
     stack: AsyncExitStack = field(default_factory=AsyncExitStack)
 
 
@@ -156,7 +154,6 @@ class AsyncDriver:
             if self._options.prefetch:
                 beginning = self._engine.request(prompt.request_id, prompt.block_hashes)
                 queued.request = await queued.stack.enter_async_context(beginning)
-                queued.absent = self._absent(queued.request)
                 self._engine.prefetch(queued.request)
             self._queue.append(queued)
 
@@ -201,7 +198,7 @@ class AsyncDriver:
         begun = None if on_device else queued.request
         rest = self._engine.request(name, prompt.block_hashes[on_device:])
         async with rest if begun is None else nullcontext(begun) as request:
-            absent = queued.absent if queued.request is not None else self._absent(request)
+            absent = self._absent(request) | self._prefetched(queued.request)
             await self._load(prompt, request, absent)
             self._compute(prompt)
             if not on_device:
@@ -273,6 +270,13 @@ class AsyncDriver:
             return set()
         lookup = self._core.planner.primary.lookup
         return {key for key in request.keys if lookup(key) is LookupResult.MISS}
+
+    def _prefetched(self, request: EngineRequest | None) -> set[OffloadKey]:
+        """Return the keys that are or were promoted for a request while it waited."""
+        if request is None:
+            return set()
+        state = self._core.planner.requests[request.ctx]
+        return {*state.prefetched, *(key for key, is_own in state.ticket.items() if is_own)}
 
     def _origin(self, key: OffloadKey, request: EngineRequest) -> str:
         """Return the name of the first tier in lookup order that has the key."""
