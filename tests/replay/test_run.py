@@ -1,12 +1,14 @@
 """One replay as a library call: how it is stopped, given up, and what it complains of."""
 
 import json
+import threading
 from dataclasses import replace
 
 import pytest
 
 from kvoffload_async import TieringOffloadingSpec
 from kvoffload_async.cli.settings import ReplayFlags, ScratchFolder, resolve
+from kvoffload_async.core.prefetch import Prefetch
 from kvoffload_async.errors import StalledError
 from kvoffload_async.replay.device import FramePool
 from kvoffload_async.replay.drivers import Arrivals, ReplayOptions
@@ -104,14 +106,19 @@ def test_requests_far_apart_do_not_wait(command, engine):
 
 
 @pytest.mark.parametrize("engine", ["sync", "async"])
-def test_stopping_ends_the_requests_that_wait(command, engine):
+def test_stopping_ends_the_requests_that_wait(command, engine, monkeypatch):
     tier, trace = f"fs:root_dir={command.directory}", timed(command, ChatWorkload(60))
     command.figures(trace, "--tier", tier)
-    answers = iter([False] * 12)
+    landed, waiting = Prefetch.landed, threading.Event()
+
+    def note(prefetch, tier, request, keys):
+        landed(prefetch, tier, request, keys)
+        if request in prefetch._room.early:
+            waiting.set()
+
+    monkeypatch.setattr(Prefetch, "landed", note)
     spec = resolve(ReplayFlags(primary_blocks=100, tiers=[tier]), ScratchFolder())
-    options = ReplayOptions(
-        engine=engine, arrivals=1e6, concurrency=2, should_stop=lambda: next(answers, True)
-    )
+    options = ReplayOptions(engine=engine, arrivals=1e6, concurrency=2, should_stop=waiting.is_set)
     source = TraceFile(trace)
     report = replay(spec, source, options)
     source.close()
