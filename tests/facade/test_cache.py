@@ -123,15 +123,24 @@ def test_clearing_waits_for_stores_under_way():
     world.end()
 
 
-def test_a_reset_reaches_only_the_tiers_that_it_names():
+def test_a_reset_reaches_only_the_tiers_that_it_names(caplog):
     world = World(EXACT, EXACT)
     filled(world, 1, 2)
     with pytest.raises(StateError, match="is not valid"):
         world.manager.reset_cache(tiers=["disk"])
+    world.begin("r")
+    world.store(3)
+    world.rest()
+    caplog.clear()
     world.manager.reset_cache(tiers=["tier1"])
+    (line,) = caplog.messages
+    assert line == (
+        "reset: the primary is empty, which had 1 block; tiers that are cleared: tier1; tiers that "
+        "keep their blocks: tier0"
+    )
     world.manager.on_reset_flushed()
     world.rest()
-    assert world.tiers[0].blocks.keys() == set(ks(1, 2))
+    assert world.tiers[0].blocks.keys() == set(ks(1, 2, 3))
     assert not world.tiers[1].blocks
     world.end()
 

@@ -205,9 +205,9 @@ def test_what_is_dropped_says_why(world):
     here = world(EXCLUSIVE, num_slots=4, copies_each=1, write_back="drop")
     here.store(1, 2, 3, 4)
     here.store(5)
-    assert read(here).tiers[0].dropped == {"evicted": 1, "reset": 0, "closed": 0}
+    assert read(here).tiers[0].dropped == {"evicted": 1, "reset": 0, "closed": 0, "deleted": 0}
     here.manager.reset_cache_now()
-    assert read(here).tiers[0].dropped == {"evicted": 1, "reset": 3, "closed": 0}
+    assert read(here).tiers[0].dropped == {"evicted": 1, "reset": 3, "closed": 0, "deleted": 0}
     here.manager.on_reset_flushed()
     here.finish_all()
 
