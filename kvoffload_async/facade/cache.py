@@ -186,13 +186,13 @@ class _Counting(CacheOperation):
             answers = self._planner.primary.lookup_many(keys)
             self._found(name, len(keys), answers.count(LookupResult.HIT))
             return
-        tier = self._planner.tiers[index]
+        tier, asked = self._planner.tiers[index], len(keys)
         keys = tier.barred.without(keys)
         if tier.index.is_exact:
-            self._found(name, len(keys), len(keys) - len(tier.index.lacks(keys)))
+            self._found(name, asked, len(keys) - len(tier.index.lacks(keys)))
             return
         self._calls[name] += 1
-        tier.call("contains", keys, partial(self._answered, name, len(keys)))
+        tier.call("contains", keys, partial(self._answered, name, asked))
 
     def _found(self, name: str, asked: int, present: int) -> None:
         self._done[name] += present
