@@ -57,6 +57,19 @@ class EngineCache:
         deadline_s, keys = self._deadline(timeout_s), self._keys(block_hashes)
         return await self.finish(self._driver.cache.count(keys, places), deadline_s)
 
+    async def copy(
+        self,
+        block_hashes: Sequence[bytes],
+        tier: str,
+        *,
+        source: str | None = None,
+        timeout_s: float = 30.0,
+    ) -> CacheReport:
+        """Store readable blocks in a tier, or move them there; see `CacheManager.copy`."""
+        deadline_s, keys = self._deadline(timeout_s), self._keys(block_hashes)
+        operation = self._driver.cache.copy(keys, tier, source=source)
+        return await self.finish(operation, deadline_s)
+
     async def list_keys(
         self, place: str, cursor: str | None = None, timeout_s: float = 30.0
     ) -> CacheReport:

@@ -18,7 +18,7 @@ from kvoffload_async.facade.commands import ACTIONS, MOST_HASHES
 from kvoffload_async.status.client import command
 from kvoffload_async.status.server import SOCKET_VARIABLE
 
-_OF_BLOCKS: Final = ("delete", "count", "pin", "unpin")
+_OF_BLOCKS: Final = ("delete", "count", "pin", "unpin", "copy", "move")
 
 
 def cache(
@@ -44,7 +44,7 @@ def cache(
         list[str] | None,
         typer.Option(
             help="Name of a tier, or primary; repeat it for several. By default all, for `list` "
-            "the primary; `clear` needs tiers.",
+            "the primary; `clear` needs tiers, `copy` a tier, `move` the source and then a tier.",
             show_default=False,
         ),
     ] = None,
@@ -61,7 +61,7 @@ def cache(
     ] = 60.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Delete, count, pin or list cached blocks of a running engine, or clear its tiers.
+    """Delete, count, pin, copy or list cached blocks of a running engine, or clear its tiers.
 
     The engine must have the option status_socket_commands. It executes the commands at the ends of
     its steps: an idle scheduler, at the next one. The exit status is 1 if blocks are left, because

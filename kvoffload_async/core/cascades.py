@@ -121,6 +121,11 @@ class WriteBackQueue:
         self._append(new)
         return len(new)
 
+    def has_any(self, slots: Iterable[int]) -> bool:
+        """Return whether the block in some of these slots is queued or under way."""
+        marks = self._marks
+        return any(marks[slot] & (_PENDING | _UNDER_WAY) for slot in slots)
+
     def oldest(self, count: int) -> list[int]:
         """Return the slots of the `count` oldest pending blocks, or of all if fewer."""
         return list(islice(self._oldest_first.walk(), count))
@@ -489,6 +494,10 @@ class Cascades:
         added = self.queues[index].add(self._primary.readable_slots(keys))
         self._watch_evictions()
         return added
+
+    def is_storing(self, index: int, keys: Sequence[OffloadKey]) -> bool:
+        """Return whether some of these blocks are pending for a tier, or in a copy to it."""
+        return self.queues[index].has_any(self._primary.resident_slots(keys))
 
     def drop_deleted(self, indices: Iterable[int], slots: Sequence[int]) -> None:
         """Drop the pending blocks in `slots`, which are being deleted from tiers."""

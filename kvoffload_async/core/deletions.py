@@ -31,7 +31,8 @@ from kvoffload_async.types import OffloadKey
 
 MOST_KEYS: Final = 1 << 20
 """Maximum number of keys of all deletions under way."""
-MOST_DELETIONS: Final = 64
+MOST_DELETIONS: Final = 32
+"""Maximum number of deletions under way: a lookup tests their keys one after another."""
 KEYS_A_STEP: Final = 512
 """Keys that a step deletes from the primary, and again as many that are retried there."""
 _CALLS_AT_ONCE: Final = 2

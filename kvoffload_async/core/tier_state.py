@@ -281,11 +281,11 @@ class TierState:
     ) -> None:
         """Call a method of the tier that is no job; `on_end` gets the answer, exactly once.
 
-        At once if the tier is closed, otherwise with the tier's events; `delete` is called after
+        At once if the tier is not open, otherwise with the tier's events; `delete` is called after
         all jobs on its keys that were submitted before.
         """
         call_id, self._next_call_id = self._next_call_id, self._next_call_id + 1
-        if self._closed:
+        if not self.is_available:
             on_end(CallEnded(call_id, operation, error=_closed_error(self.name)))
             return
         self._calls[call_id] = operation, on_end
@@ -528,7 +528,7 @@ class TierState:
 
 
 def _closed_error(name: str) -> TierClosedError:
-    return TierClosedError(f"tier {name} is closed")
+    return TierClosedError(f"tier {name} is not open")
 
 
 TIER_FIGURES: Final = FigureSet(

@@ -25,11 +25,11 @@ from kvoffload_async.types import LookupResult, OffloadKey, counted
 from kvoffload_async.waiting import seconds
 
 PRIMARY: Final = "primary"
-MOST_OPERATIONS: Final = 64
+MOST_OPERATIONS: Final = 24
 """Maximum number of operations under way."""
 _CALLS_AT_ONCE: Final = 2
 
-OperationName = Literal["delete", "count", "clear", "list", "pin", "unpin"]
+OperationName = Literal["delete", "count", "clear", "copy", "move", "list", "pin", "unpin"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,13 +186,13 @@ class _Counting(CacheOperation):
             answers = self._planner.primary.lookup_many(keys)
             self._found(name, len(keys), answers.count(LookupResult.HIT))
             return
-        tier = self._planner.tiers[index]
+        tier, asked = self._planner.tiers[index], len(keys)
         keys = tier.barred.without(keys)
         if tier.index.is_exact:
-            self._found(name, len(keys), len(keys) - len(tier.index.lacks(keys)))
+            self._found(name, asked, len(keys) - len(tier.index.lacks(keys)))
             return
         self._calls[name] += 1
-        tier.call("contains", keys, partial(self._answered, name, len(keys)))
+        tier.call("contains", keys, partial(self._answered, name, asked))
 
     def _found(self, name: str, asked: int, present: int) -> None:
         self._done[name] += present
@@ -254,6 +254,111 @@ class _Listing(CacheOperation):
 
     def _answered(self, event: CallEnded) -> None:
         self._answer = event
+
+
+class _Copying(CacheOperation):
+    """Stores blocks of the primary in a tier; for a move, deletes those that the tier then has.
+
+    A block is deleted from its source only once the tier has stored it and says that it has it. So
+    a failure leaves it where it was.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        keys: Sequence[OffloadKey],
+        target: tuple[str, int],
+        source: tuple[str, int | None] | None,
+    ) -> None:
+        self._planner = planner
+        self._keys = keys
+        self._name, self._index = target
+        self._source = source
+        self._tier = planner.tiers[self._index]
+        self._num_taken = self._num_copied = self._num_deleted = 0
+        self._portion: Sequence[OffloadKey] = ()
+        """The blocks that are being copied, until the tier has been asked for them."""
+        self._found: Sequence[OffloadKey] = ()
+        """Those of the last portion that the tier has, until they are deleted from the source."""
+        self._is_asking = False
+        self._deletion: Deletion | None = None
+        self._error = ""
+
+    @property
+    def report(self) -> CacheReport:
+        number, name = len(self._keys), self._name
+        done, left = {name: self._num_copied}, {name: number - self._num_copied}
+        if self._source is not None:
+            done[self._source[0]] = self._num_deleted
+            left[self._source[0]] = self._num_copied - self._num_deleted
+        return CacheReport(
+            operation="copy" if self._source is None else "move",
+            blocks=number,
+            done=done,
+            left=left,
+            errors={name: self._error} if self._error else {},
+        )
+
+    @property
+    def is_done(self) -> bool:
+        is_waiting = self._portion or self._found or self._deletion or self._is_asking
+        return self._num_taken >= len(self._keys) and not is_waiting
+
+    @property
+    def has_work(self) -> bool:
+        if self.is_done or self._is_asking:
+            return False
+        if self._deletion is not None:
+            return self._deletion.is_done
+        return not self._planner.cascades.is_storing(self._index, self._portion)
+
+    def advance(self) -> None:
+        if not self.has_work:
+            return
+        if self._deletion is not None:
+            self._num_deleted += len(self._deletion.keys)
+            self._deletion = None
+        elif self._found:
+            self._delete()
+        elif self._portion:
+            self._verify()
+        else:
+            self._copy()
+
+    def _copy(self) -> None:
+        """Queue the next blocks that are readable for the tier."""
+        keys = self._keys[self._num_taken : self._num_taken + KEYS_A_STEP]
+        self._num_taken += len(keys)
+        answers = zip(keys, self._planner.primary.lookup_many(keys), strict=True)
+        self._portion = [key for key, answer in answers if answer is LookupResult.HIT]
+        self._planner.cascades.defer(self._index, self._portion)
+
+    def _verify(self) -> None:
+        keys, self._portion = self._tier.barred.without(self._portion), ()
+        if self._tier.index.is_exact:
+            absent = set(self._tier.index.lacks(keys))
+            self._take([key for key in keys if key not in absent])
+        else:
+            self._is_asking = True
+            self._tier.call("contains", keys, self._answered)
+
+    def _answered(self, event: CallEnded) -> None:
+        self._is_asking = False
+        self._error = self._error if event.error is None else text_of(event.error)
+        self._take(sorted(event.keys))
+
+    def _take(self, found: Sequence[OffloadKey]) -> None:
+        self._num_copied += len(found)
+        if self._source is not None:
+            self._found = found
+
+    def _delete(self) -> None:
+        assert self._source is not None  # noqa: S101 - for the type checker
+        index = self._source[1]
+        tiers = () if index is None else (index,)
+        with suppress(BusyError):  # tried again in the next step
+            self._deletion = self._planner.delete(self._found, tiers, in_primary=index is None)
+            self._found = ()
 
 
 class _Clearing(CacheOperation):
@@ -399,6 +504,37 @@ class CacheManager:
         require_keys(keys)
         self._limit(keys)
         return self._begin(_Counting(self._planner, tuple(dict.fromkeys(keys)), where))
+
+    def copy(
+        self, keys: Sequence[OffloadKey], tier: str, *, source: str | None = None
+    ) -> CacheOperation:
+        """Store blocks that are readable in the primary in a tier, whatever its admission.
+
+        Look blocks up before, so that they are promoted from other tiers. Those that are not
+        readable, or that the tier does not store, are left.
+
+        Args:
+            keys: The keys.
+            tier: The tier's name.
+            source: Move the blocks: delete those that the tier then has from this place.
+
+        Raises:
+            StateError: A key has a wrong length, a name is not valid, or the source cannot delete.
+            BusyError: Too many operations or blocks.
+        """
+        ((name, index),) = self._find([tier]).items()
+        if index is None or tier == source:
+            raise StateError(f"tier: {tier!r} is not valid; give a tier, another than the source")
+        origin: tuple[str, int | None] | None = None
+        if source is not None:
+            ((place, at),) = self._find([source]).items()
+            if at is not None and not self._tier(at).deletes:
+                raise StateError(f"source: {source!r} cannot delete blocks; copy them instead")
+            origin = place, at
+        require_keys(keys)
+        self._limit(keys)
+        unique = tuple(dict.fromkeys(keys))
+        return self._begin(_Copying(self._planner, unique, (name, index), origin))
 
     def list_keys(self, place: str, cursor: str | None = None) -> CacheOperation:
         """List some keys of the blocks at one place, of every generation.

@@ -11,18 +11,18 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
 from typing import Any, Final
 
-from kvoffload_async.errors import OffloadError, text_of
+from kvoffload_async.errors import OffloadError, StateError, text_of
 from kvoffload_async.facade.cache import CacheManager, CacheOperation, CacheReport
 from kvoffload_async.types import OffloadKey
 
 logger = logging.getLogger(__name__)
 
-ACTIONS: Final = ("delete", "count", "pin", "unpin", "clear", "list")
+ACTIONS: Final = ("delete", "count", "pin", "unpin", "copy", "move", "clear", "list")
 MOST_HASHES: Final = 512
 """Maximum number of block hashes of a command; a client divides a longer list."""
 KEY_PREFIX: Final = "key:"
@@ -149,15 +149,8 @@ class CacheCommands:
         command.is_done = command.operation is None
 
     def _begin(self, command: _Command, what: str, hashes: Sequence[str]) -> None:
-        request, cache = command.request, self._cache
-        groups, places = request.get("groups", (0,)), request.get("places")
-        keys: list[OffloadKey] = []
-        for one in hashes:
-            digits = bytes.fromhex(one.removeprefix(KEY_PREFIX))
-            if one.startswith(KEY_PREFIX):
-                keys.append(OffloadKey(digits))
-            else:
-                keys += [self._make_key(digits, group) for group in groups]
+        request, cache, places = command.request, self._cache, command.request.get("places")
+        keys = list(self._keys_of(hashes, request.get("groups", (0,))))
         match what:
             case "delete":
                 command.operation = cache.delete(keys, places)
@@ -165,6 +158,11 @@ class CacheCommands:
                 command.operation = cache.count(keys, places)
             case "clear":
                 command.operation = cache.clear(places or ())
+            case "copy" | "move":
+                if places is None or len(places) != 1 + (what == "move"):
+                    raise StateError("places: name the tier to copy to; before it, the source")
+                source = places[0] if what == "move" else None
+                command.operation = cache.copy(keys, places[-1], source=source)
             case "list":
                 place = (places or ["primary"])[0]
                 command.operation = cache.list_keys(place, request.get("cursor"))
@@ -178,6 +176,14 @@ class CacheCommands:
                 command.report = CacheReport(
                     operation="unpin", blocks=len(keys), done={"primary": gone}
                 )
+
+    def _keys_of(self, hashes: Sequence[str], groups: Sequence[int]) -> Iterator[OffloadKey]:
+        for one in hashes:
+            digits = bytes.fromhex(one.removeprefix(KEY_PREFIX))
+            if one.startswith(KEY_PREFIX):
+                yield OffloadKey(digits)
+            else:
+                yield from (self._make_key(digits, group) for group in groups)
 
 
 def _defect_of(request: object) -> str:

@@ -477,6 +477,7 @@ def _unopened_state(tier_type: str, name: str, slot_bytes: int) -> TierState:
     log = EventLog(Medium.STORAGE, enabled=False, ownership=name)
     state = TierState(tier_type, ProbedIndex(1), slot_bytes, log)
     state.is_available = False
+    state.deletes = True  # a deletion waits for it, since its blocks would be served again
     return state
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 
 from kvoffload_async.facade.driver import PlannerDriver
@@ -16,7 +17,10 @@ from kvoffload_async.types import (
     RequestOffloadingContext,
     SlidingWindow,
     as_block_ids,
+    counted,
 )
+
+logger = logging.getLogger(__name__)
 
 
 class TieringOffloadingManager(PlannerDriver, OffloadingManager):
@@ -131,7 +135,7 @@ class TieringOffloadingManager(PlannerDriver, OffloadingManager):
 
         Waits for running jobs, at most `drain_timeout_s` per tier. Jobs that still run then fail,
         and their slots stay reserved until the copies end. No promotion starts before
-        `on_reset_flushed`.
+        `on_reset_flushed`. The log says what the reset has reached.
 
         Args:
             tiers: Names of the tiers to clear too, in the following steps; see
@@ -145,7 +149,18 @@ class TieringOffloadingManager(PlannerDriver, OffloadingManager):
             self.cache.clear(tiers)
         for link in self._tiers.links.values():
             link.drain(self._drain_timeout_s)
+        counts = self.planner.primary.counts
+        num_blocks = counts["idle"] + counts["pinned"]
         self._reset()
+        names = [tier.label for tier in self.planner.tiers]
+        logger.log(
+            logging.WARNING if names else logging.INFO,
+            "reset: the primary is empty, which had %s; tiers that are cleared: %s; tiers that "
+            "keep their blocks: %s",
+            counted(num_blocks, "block"),
+            ", ".join(name for name in names if name in tiers) or "none",
+            ", ".join(name for name in names if name not in tiers) or "none",
+        )
 
     def on_reset_flushed(self) -> None:
         self.planner.reset_flushed()

@@ -149,6 +149,21 @@ async def test_pins_are_bounded_and_end_by_unpin_deletion_and_reset():
 
 
 @on_loop
+async def test_a_reset_reaches_the_tiers_that_it_names():
+    async with opened(tiers=[SCRIPTED, SCRIPTED]) as world:
+        await world.put("ab")
+        assert await world.engine.reset() is None
+        assert await found(world, "ab") == 2
+        await world.calm()
+        with pytest.raises(StateError, match="is not valid"):
+            await world.engine.reset(tiers=["disk"])
+        report = await world.during(world.engine.reset(tiers=["scripted"]))
+        assert report.is_complete
+        assert [len(tier.blocks) for tier in world.tiers] == [0, 2]
+        await world.check_rest()
+
+
+@on_loop
 async def test_bad_arguments_are_refused_before_anything_is_deleted():
     async with opened(tiers=[SCRIPTED]) as world:
         await world.put("ab")

@@ -5,7 +5,13 @@ from facade.worlds import HIT, MISS, RETRY, World, filled, k, ks
 
 from kvoffload_async.abc.tier import TierCapabilities
 from kvoffload_async.core.deletions import MOST_KEYS
-from kvoffload_async.errors import BusyError, ClosedError, StateError, TierUnavailableError
+from kvoffload_async.errors import (
+    BusyError,
+    ClosedError,
+    StateError,
+    TierFullError,
+    TierUnavailableError,
+)
 from kvoffload_async.facade.cache import MOST_OPERATIONS
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.spec import TieringOffloadingSpec
@@ -55,10 +61,10 @@ def test_a_deletion_begins_at_the_end_of_the_step():
 def test_operations_and_their_blocks_are_bounded():
     world = World(EXACT)
     cache = world.manager.cache
-    with pytest.raises(BusyError, match="at most 64 on 1048576; wait for some of them"):
+    with pytest.raises(BusyError, match="at most 24 on 1048576; wait for some of them"):
         cache.count([k(1)] * (MOST_KEYS + 1))
     operations = [cache.delete([k(number)]) for number in range(MOST_OPERATIONS)]
-    with pytest.raises(BusyError, match="operations on 64 are under way"):
+    with pytest.raises(BusyError, match="operations on 24 are under way"):
         cache.count([k(1)])
     for operation in operations:
         assert progress(world, operation).is_complete
@@ -123,15 +129,24 @@ def test_clearing_waits_for_stores_under_way():
     world.end()
 
 
-def test_a_reset_reaches_only_the_tiers_that_it_names():
+def test_a_reset_reaches_only_the_tiers_that_it_names(caplog):
     world = World(EXACT, EXACT)
     filled(world, 1, 2)
     with pytest.raises(StateError, match="is not valid"):
         world.manager.reset_cache(tiers=["disk"])
+    world.begin("r")
+    world.store(3)
+    world.rest()
+    caplog.clear()
     world.manager.reset_cache(tiers=["tier1"])
+    (line,) = caplog.messages
+    assert line == (
+        "reset: the primary is empty, which had 1 block; tiers that are cleared: tier1; tiers that "
+        "keep their blocks: tier0"
+    )
     world.manager.on_reset_flushed()
     world.rest()
-    assert world.tiers[0].blocks.keys() == set(ks(1, 2))
+    assert world.tiers[0].blocks.keys() == set(ks(1, 2, 3))
     assert not world.tiers[1].blocks
     world.end()
 
@@ -243,3 +258,67 @@ def test_a_block_is_deleted_from_a_real_tier_without_a_scheduler(tmp_path, tier)
         assert manager.finish(manager.cache.list_keys(tier), 60.0).keys == keys[2:]
         assert manager.finish(manager.cache.clear([tier]), 60.0).is_complete
         assert manager.finish(manager.cache.count(keys, [tier]), 60.0).done == {tier: 0}
+
+
+@pytest.mark.parametrize("capabilities", [EXACT, PROBED])
+def test_blocks_of_the_primary_are_copied_to_a_tier(capabilities):
+    world = World(EXACT, capabilities)
+    world.begin("r")
+    world.store(1, 2)
+    world.rest()
+    world.tiers[1].blocks.clear()
+    world.manager.planner.tiers[1].index.deleted(ks(1, 2))
+    operation = world.manager.cache.copy(ks(1, 2, 9), "tier1")
+    report = progress(world, operation)
+    assert operation.is_done
+    assert (report.done, report.left) == ({"tier1": 2}, {"tier1": 1}), "9 is nowhere"
+    assert world.tiers[1].blocks.keys() == set(ks(1, 2))
+    world.end()
+
+
+@pytest.mark.parametrize("capabilities", [EXACT, PROBED])
+@pytest.mark.parametrize("source", ["primary", "tier0"])
+def test_a_moved_block_leaves_its_source_once_the_tier_has_it(source, capabilities):
+    world = World(EXACT, capabilities)
+    world.begin("r")
+    world.store(1, 2)
+    world.rest()
+    world.tiers[1].blocks.clear()
+    world.manager.planner.tiers[1].index.deleted(ks(1, 2))
+    operation = world.manager.cache.copy(ks(1, 2), "tier1", source=source)
+    for _ in range(4):
+        world.step()
+    assert [parked.kind.name for parked in world.parked(1)] == ["STORE"], "it waits for the copy"
+    world.finish_job(1, failures={1: TierFullError("no room")})
+    report = progress(world, operation)
+    assert operation.is_done
+    moved = {key for key in ks(1, 2) if key in world.tiers[1].blocks}
+    assert len(moved) == 1
+    assert report.done == {"tier1": 1, source: 1}
+    assert report.left == {"tier1": 1, source: 0}
+    if source == "tier0":
+        assert world.tiers[0].blocks.keys() == set(ks(1, 2)) - moved
+    in_primary = world.manager.planner.primary.lookup_many(ks(1, 2))
+    assert in_primary.count(HIT) == (1 if source == "primary" else 2)
+    world.end()
+
+
+def test_a_block_that_nobody_confirms_is_not_moved():
+    world = World(EXACT, PROBED)
+    world.begin("r")
+    world.store(1)
+    world.rest()
+    operation = world.manager.cache.copy(ks(1), "tier1", source="tier0")
+    world.step()
+    world.finish_job(1)
+    world.step()
+    world.step()
+    world.finish_job(1, error=TierUnavailableError("down"))
+    report = progress(world, operation)
+    assert operation.is_done
+    assert report.errors == {"tier1": "down"}
+    assert world.tiers[0].blocks.keys() == {k(1)}
+    for bad in ({"tier": "primary"}, {"tier": "tier1", "source": "tier1"}, {"tier": "disk"}):
+        with pytest.raises(StateError, match="is not valid"):
+            world.manager.cache.copy(ks(1), **bad)
+    world.end()

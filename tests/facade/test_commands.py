@@ -81,6 +81,11 @@ def test_every_action_can_be_commanded(world):
     one = {"do": "delete", "hashes": listed["keys"][:1], "places": ["tier0"]}
     assert execute(world, one)["is_complete"]
     assert execute(world, {"do": "clear", "places": ["tier0"]})["report"]["done"] == {"tier0": 2}
+    copied = execute(world, {"do": "copy", "hashes": digits(1), "places": ["tier0"]})
+    assert copied["report"]["done"] == {"tier0": 1}
+    both = {"do": "move", "hashes": digits(2), "places": ["primary", "tier0"]}
+    assert execute(world, both)["report"]["done"] == {"tier0": 1, "primary": 1}
+    assert "name the tier" in execute(world, {**both, "places": ["tier0"]})["error"]
     json.dumps(listed)
 
 

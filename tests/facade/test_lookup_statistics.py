@@ -203,12 +203,11 @@ def test_a_job_that_never_began_has_neither_queue_nor_copy(world):
 
 def test_what_is_dropped_says_why(world):
     here = world(EXCLUSIVE, num_slots=4, copies_each=1, write_back="drop")
-    nothing = dict.fromkeys(["evicted", "reset", "closed", "deleted"], 0)
     here.store(1, 2, 3, 4)
     here.store(5)
-    assert read(here).tiers[0].dropped == {**nothing, "evicted": 1}
+    assert read(here).tiers[0].dropped == {"evicted": 1, "reset": 0, "closed": 0, "deleted": 0}
     here.manager.reset_cache_now()
-    assert read(here).tiers[0].dropped == {**nothing, "evicted": 1, "reset": 3}
+    assert read(here).tiers[0].dropped == {"evicted": 1, "reset": 3, "closed": 0, "deleted": 0}
     here.manager.on_reset_flushed()
     here.finish_all()
 

@@ -187,6 +187,21 @@ def test_a_request_that_began_before_is_told_of(mount):
     assert mount.heard == (["live", "later"] if mount.is_manager else [])
 
 
+def test_a_deletion_waits_until_it_is_open_and_a_count_does_not(mount):
+    if mount.is_manager:
+        pytest.skip("a third party's manager deletes nothing")
+    with spec() as engine:
+        manager = engine.get_manager()
+        deletion, count = manager.cache.delete(ks(1)), manager.cache.count(ks(1))
+        report = manager.finish(count, DEADLINE_S)
+        assert report.left == {"primary": 0, "mounted": 1, "example": 0}
+        assert report.errors == {"mounted": "tier mounted is not open"}
+        assert not deletion.is_done
+        mount.is_there = True
+        opened(manager)
+        assert manager.finish(deletion, DEADLINE_S).is_complete
+
+
 def test_an_error_at_one_request_that_began_before_costs_the_others_nothing(mount, caplog):
     with spec() as engine:
         manager = engine.get_manager()

@@ -53,7 +53,7 @@ _TIER_COUNTERS: Final = {
         stored_blocks="Blocks cascaded to a secondary tier.",
         dropped_blocks=(
             "Blocks that waited for room in the tier and were dropped: evicted from the primary, "
-            "reset with it, or not stored when the tier was closed."
+            "reset with it, deleted, or not stored when the tier was closed."
         ),
         corrupt_blocks="Blocks of a secondary tier whose checksum did not match.",
         missing_blocks="Blocks to load that a secondary tier did not have.",
