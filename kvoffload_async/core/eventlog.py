@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from enum import Enum, auto
-from itertools import groupby
+from itertools import groupby, islice
 from operator import itemgetter
 from typing import Final, NamedTuple
 
@@ -171,9 +171,10 @@ class EventLog:
 
     def contents(self, keys: Iterable[OffloadKey]) -> Iterator[OffloadingEvent]:
         """Yield events that announce `keys` as the whole contents; call when no event is unread."""
-        portions = [*_portions(tuple(keys))]
-        yield self._event(portions[0] if portions else (), Change.STORED, restarts=True)
-        for portion in portions[1:]:
+        rest = iter(keys)
+        first = tuple(islice(rest, KEYS_PER_EVENT))
+        yield self._event(first, Change.STORED, restarts=True)
+        while portion := tuple(islice(rest, KEYS_PER_EVENT)):
             yield self._event(portion, Change.STORED)
 
     # -- internal -------------------------------------------------------------------------------
@@ -194,7 +195,8 @@ class EventLog:
         )
 
     def _append(self, keys: Sequence[OffloadKey], change: Change) -> None:
-        self.entries.extend(_Entry(portion, change) for portion in _portions(keys))
+        for first in range(0, len(keys), KEYS_PER_EVENT):
+            self.entries.append(_Entry(keys[first : first + KEYS_PER_EVENT], change))
         self._num_keys += len(keys)
 
     def _cancel(self) -> None:
@@ -209,13 +211,3 @@ class EventLog:
         self._num_keys = 0
         for change, changed in groupby(latest.items(), itemgetter(1)):
             self._append([key for key, _ in changed], change)
-
-
-def _portions(keys: Sequence[OffloadKey]) -> Iterator[Sequence[OffloadKey]]:
-    """Yield the keys in portions for one event each."""
-    if len(keys) <= KEYS_PER_EVENT:
-        if keys:
-            yield keys
-        return
-    for first in range(0, len(keys), KEYS_PER_EVENT):
-        yield keys[first : first + KEYS_PER_EVENT]
