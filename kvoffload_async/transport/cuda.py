@@ -12,8 +12,8 @@ Copies go by way of staging memory, in few operations. A store gathers blocks in
 with the layout of the slots, one operation per page table, and copies each run of adjacent slots at
 once; loads use the reverse order.
 
-Where a page is scattered in its slot (`KVLayout.is_contiguous`), the slots of these copies are rows
-of pinned memory, one for each device block, and host threads copy between those and the primary's
+Unless a layout is contiguous (`KVLayout.is_contiguous`), the slots of these copies are rows of
+pinned memory, one for each device block, and host threads copy between those and the primary's
 slots. The launching thread waits for its stream before they do.
 
 Device memory allocated here is allocated, used and freed on the stream that uses it; the page
@@ -411,18 +411,18 @@ class CudaTransport(Transport):
         self._host = torch.from_numpy(rows)
         self._num_slots = rows.shape[0]
         self._cell_offset_bytes = cell_offset_bytes
-        self._streams: dict[Direction, list[_StagedStream]] = {Direction.LOAD: []}
-        self._streams[Direction.STORE] = []
+        self._streams: dict[Direction, list[_StagedStream]] = {
+            direction: [] for direction in (Direction.LOAD, Direction.STORE)
+        }
         try:
             for streams in self._streams.values():
                 for _ in range(num_streams if layout.is_contiguous else 1):
                     streams.append(self._create_stream(staging_bytes))
             self._has_pinned = self._pin()
-        except ConfigError:
+        except BaseException as error:
             self._release_streams()
-            raise
-        except RuntimeError as error:
-            self._release_streams()
+            if not isinstance(error, RuntimeError):
+                raise
             raise ConfigError(
                 f"device: cannot create streams with staging memory on {self._device}, or pin the "
                 f"slots: {error}"
@@ -496,18 +496,19 @@ class CudaTransport(Transport):
         stream = self._runtime.create_stream(self._device)
         # Allocate on this stream; otherwise earlier users of the memory might still be running.
         layout, slots, offset = self._layout, self._host, self._cell_offset_bytes
-        scattering = None
         if not layout.is_contiguous:
-            packed = layout.packed()
-            num_rows = max(1, staging_bytes // packed.chunk_bytes)
-            rows = torch.empty((num_rows, packed.chunk_bytes), dtype=torch.uint8)
-            slots = self._runtime.pin_memory(rows)
-            scattering = _Scattering(layout, packed, slots, self._host.numpy(), offset)
-            layout, offset = packed, 0
+            layout, offset = layout.packed(), 0
+            num_rows = max(1, staging_bytes // layout.chunk_bytes)
+            slots = torch.empty((num_rows, layout.chunk_bytes), dtype=torch.uint8)
+            slots = self._runtime.pin_memory(slots)
         copies = StagedCopies(layout, slots, offset)
         with self._runtime.stream(stream):
             shape = copies.staging_shape(staging_bytes)
             staging = self._runtime.empty(shape, torch.uint8, self._device)
+        scattering = None
+        if layout is not self._layout:  # last, because it has threads
+            offset = self._cell_offset_bytes
+            scattering = _Scattering(self._layout, layout, slots, self._host.numpy(), offset)
         return _StagedStream(stream, staging, copies, scattering)
 
     def _release_streams(self) -> None:

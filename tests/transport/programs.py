@@ -31,7 +31,7 @@ GEOMETRIES = [
     Geometry(((Shape(8),),), padding=0),
     Geometry(((Shape(8), Shape(16)),), blocks_per_chunk=2),
     Geometry(((Shape(6, kind="strided"),), (Shape(3),)), blocks_per_chunk=2, cell_offset=7),
-    Geometry(((Shape(8), Shape(16)),), blocks_per_chunk=2, scatter=2, writers=(2, 1)),
+    Geometry(((Shape(8), Shape(16)),), scatter=6, writers=(2, 1)),
 ]
 
 

@@ -5,7 +5,19 @@ import random
 import numpy as np
 import pytest
 import torch
-from transport.worlds import LOAD, STORE, Device, Geometry, Shape, Wanted, copies_of, simple
+from own_threads import open_files
+from simulated_cuda.device import SimulatedCuda
+from transport.worlds import (
+    LOAD,
+    STORE,
+    Device,
+    Geometry,
+    Shape,
+    Wanted,
+    copies_of,
+    simple,
+    simulated,
+)
 
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.transport.host import Copier
@@ -82,6 +94,15 @@ def test_workers_of_a_group_must_be_the_same_for_all_its_tensors():
 def test_runs_must_be_within_their_page(run):
     with pytest.raises(ConfigError, match="is not within a page of 8 bytes and its 16 bytes"):
         table(offset_bytes=0, slot_page_bytes=16, runs=[run])
+
+
+def test_a_device_without_memory_leaves_no_native_threads_of_scattered_copies():
+    with simulated(lambda: SimulatedCuda(memory_bytes=1000)):
+        device = Device(Geometry(((Shape(8),),), scatter=3))
+    before = open_files()
+    with pytest.raises(ConfigError, match="cannot create streams with staging memory") as caught:
+        device.transport(staging_bytes=600)  # enough for loads
+    assert open_files() == before, f"nothing was collected: {caught}"
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def scattered(layout, seed, writers):
     rng = random.Random(seed)
     groups, chunk_bytes = [], 0
     for group in layout.groups:
-        offset, tables = rng.randint(0, 3), []
+        offset, tables = 0, []
         for table in group:
             tables.append(scattered_table(table, rng, offset, writers))
             offset += tables[-1].slot_page_bytes * layout.blocks_per_chunk
