@@ -124,7 +124,6 @@ def test_stopping_ends_the_requests_that_wait(command, engine, monkeypatch):
     source.close()
     assert report.interrupted
     assert report.requests < 60
-    assert report.prefetch_counts[2] > 0, "those of requests that have not started"
     assert report.complaints == []
 
 

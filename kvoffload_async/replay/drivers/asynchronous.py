@@ -152,9 +152,10 @@ class AsyncDriver:
         while len(self._queue) < MAX_QUEUED and (prompt := self._arrive(arrivals)) is not None:
             queued = _Queued(prompt)
             if self._options.prefetch:
-                beginning = self._engine.request(prompt.request_id, prompt.block_hashes)
+                beginning = self._engine.request(
+                    prompt.request_id, prompt.block_hashes, prefetch=True
+                )
                 queued.request = await queued.stack.enter_async_context(beginning)
-                self._engine.prefetch(queued.request)
             self._queue.append(queued)
 
     def _arrive(self, arrivals: Arrivals) -> Prompt | None:
