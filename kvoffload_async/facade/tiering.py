@@ -153,8 +153,7 @@ class TieringOffloadingManager(PlannerDriver, OffloadingManager):
         num_blocks = counts["idle"] + counts["pinned"]
         self._reset()
         names = [tier.label for tier in self.planner.tiers]
-        logger.log(
-            logging.WARNING if names else logging.INFO,
+        logger.info(
             "reset: the primary is empty, which had %s; tiers that are cleared: %s; tiers that "
             "keep their blocks: %s",
             counted(num_blocks, "block"),

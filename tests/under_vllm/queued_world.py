@@ -182,11 +182,11 @@ class Queued:
     """An engine over a tier in a folder.
 
     Attributes:
-        token_s: What the model takes for a token, and `floor_s` for a step besides.
+        token_s: What the model takes for a token, and `overhead_s` for a step besides.
     """
 
-    def __init__(self, folder, model, side, tier, *, host_blocks, seqs, token_s, floor_s):
-        self.side, self.seqs, self.token_s, self.floor_s = side, seqs, token_s, floor_s
+    def __init__(self, folder, model, side, tier, *, host_blocks, seqs, token_s, overhead_s):
+        self.side, self.seqs, self.token_s, self.overhead_s = side, seqs, token_s, overhead_s
         name = {"type": f"disturbed_{tier}" if side != VLLMS else "fs"}
         if side != VLLMS and tier == "slab":
             name["capacity_bytes"] = 64 << 20
@@ -289,7 +289,7 @@ class Queued:
         worker.start_kv_transfers(meta)
         tokens = output.total_num_scheduled_tokens
         if tokens:
-            wait(self.floor_s + tokens * self.token_s)
+            wait(self.overhead_s + tokens * self.token_s)
             self._places.append(len(output.num_scheduled_tokens))
         worker.prepare_store_kv(meta)
         _, received = worker.get_finished(output.finished_req_ids)

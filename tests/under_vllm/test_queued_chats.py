@@ -58,7 +58,7 @@ class Load:
     most: int = 48
     turn: int = 256
     token_s: float = 0.0003
-    floor_s: float = 0.005
+    overhead_s: float = 0.005
     repeats: int = REPEATS
 
     def prompts(self):
@@ -70,7 +70,7 @@ class Load:
         return [words(f"chat {n}", length) for n, length in enumerate(lengths)]
 
 
-PLAIN = Load(chats=4, least=4, most=7, turn=64, token_s=0.0, floor_s=0.0, repeats=1)
+PLAIN = Load(chats=4, least=4, most=7, turn=64, token_s=0.0, overhead_s=0.0, repeats=1)
 
 
 @pytest.fixture
@@ -92,7 +92,9 @@ def run(monkeypatch, tmp_path, load):
         name = ("vllms", "fs") if side == VLLMS else ("ours", tier)
         if name not in stores:
             folder = stores[name] = tmp_path / "-".join(name)
-            filling = engine(folder, side, tier, host_blocks=1024, seqs=4, token_s=0.0, floor_s=0.0)
+            filling = engine(
+                folder, side, tier, host_blocks=1024, seqs=4, token_s=0.0, overhead_s=0.0
+            )
             filling.fill(load.prompts())
             filling.close()
         return stores[name]
@@ -107,7 +109,7 @@ def run(monkeypatch, tmp_path, load):
             host_blocks=host_blocks,
             seqs=seqs,
             token_s=load.token_s,
-            floor_s=load.floor_s,
+            overhead_s=load.overhead_s,
         )
         chats = [
             (prompt + words(f"turn {n}", load.turn), len(prompt))

@@ -1,5 +1,6 @@
 """What requests may ask of `KVOffloadSpec`'s manager."""
 
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -107,3 +108,14 @@ def test_a_connector_that_does_not_offer_the_rest_again_gets_a_whole_store_or_no
 def test_accept_prefix_is_no_option(pair):
     with pytest.raises(ConfigError, match="accept_prefix"):
         pair(extra={"accept_prefix": True})
+
+
+def test_a_reset_says_in_vllms_log_what_keeps_its_blocks(pair, caplog):
+    here = pair(EXAMPLE)
+    with caplog.at_level("INFO"):
+        logging.getLogger("vllm").addHandler(caplog.handler)
+        try:
+            here.manager.reset_cache()
+        finally:
+            logging.getLogger("vllm").removeHandler(caplog.handler)
+    assert any("tiers that keep their blocks: example" in line for line in caplog.messages)

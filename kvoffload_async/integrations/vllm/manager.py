@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.logger import init_logger
 from vllm.v1.kv_offload import base
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -60,6 +61,7 @@ def hold_removals(
     return ready[::-1], held[::-1]
 
 
+_vllms_log = init_logger("vllm.kvoffload_async")  # which vLLM shows
 logger = logging.getLogger(__name__)
 
 _VLLM_TELLS_OF_FLUSH = hasattr(base.OffloadingManager, "on_reset_flushed")
@@ -294,6 +296,11 @@ class KVOffloadManager(base.OffloadingManager):
         so the end of any later job implies it.
         """
         self.manager.reset_cache()
+        names = [tier.label for tier in self.manager.planner.tiers]
+        _vllms_log.info(
+            "kvoffload_async: the primary is empty; tiers that keep their blocks: %s",
+            ", ".join(names) or "none",
+        )
         self.manager.announce_anew()  # vLLM tells consumers of events that everything is gone
         self._promoted.clear()
         if self._window_groups:
