@@ -365,7 +365,7 @@ class Queued:
         requests = [self.arrive(tokens, 8, known) for tokens, known in chats]
         if abort_after_s is not None:
             self.step_until(lambda: time.perf_counter() - self._start_s > abort_after_s)
-            for request in requests[1::3]:
+            for request in requests[::3]:
                 if request.status is not RequestStatus.RUNNING and not request.is_finished():
                     self.abort(request)
         self.step_until(lambda: not self.scheduler.has_unfinished_requests())
