@@ -488,6 +488,7 @@ class Planner:
             self.room.fail(index, failed, orphaned=result.orphaned, is_early=is_early)
             if request is not None and not is_early:
                 request.failed.update(zip(repeat(index), failed))
+        self.prefetcher.replaced(landed)
         if is_early:
             prefetches.remove(job.job_id)
             self.prefetcher.landed(index, request, landed)

@@ -125,12 +125,16 @@ class Prefetch:
     def landed(self, tier: int, request: RequestState | None, keys: Sequence[OffloadKey]) -> None:
         """Count blocks that were promoted ahead; `request` is None if it has ended."""
         self._tiers[tier].counters.prefetched_blocks += len(keys)
-        self._discard(keys)
         if request is None or request.is_finished:
             self._tiers[tier].counters.unused_prefetched_blocks += len(keys)
             return
         request.prefetched += keys
         self._blocks.update((key, (tier, request)) for key in keys)
+
+    def replaced(self, keys: Sequence[OffloadKey]) -> None:
+        """Count blocks that were promoted again: they had been evicted before anybody used them."""
+        if self._blocks:
+            self._discard(keys)
 
     def loaded(self, keys: Iterable[OffloadKey]) -> None:
         """Record that a request loads blocks."""

@@ -268,6 +268,27 @@ def test_blocks_that_another_request_has_loaded_are_not_in_vain():
     assert figures(world) == (2, 0)
 
 
+def test_blocks_that_were_evicted_and_promoted_again_were_first_in_vain():
+    world = world_of(num_slots=4)
+    ctx = queue(world, "ab")
+    world.step()
+    world.finish_job()
+    world.store(world.begin("storing"), "wxyz")
+    world.step()
+    for write in list(world.writes):
+        world.written(write)
+    world.step()
+    world.finish_all()
+    assert world.planner.lookup_prefix(ks("ab"), ctx) == (2, True)
+    world.step()
+    world.finish_all()
+    assert world.planner.lookup_prefix(ks("ab"), ctx) == (2, False)
+    world.load(ctx, "ab")
+    world.loaded()
+    assert figures(world) == (2, 2)
+    world.wind_down()
+
+
 def test_what_lands_after_the_end_of_its_request_is_in_vain():
     world = world_of()
     ctx = queue(world, "ab")
