@@ -958,6 +958,8 @@ class Primary(ResidentBlocks):
                 slots.append(slot)
         if slots:
             self.policy.discard(slots)
+            if self.hinted is not None:
+                self.hinted.forget(slots)
             gone = self._blocks.remove(slots)
             self.pool.free(slots)
             self._idle -= len(slots)
