@@ -18,6 +18,7 @@ from planner_invariants import (
     check_history,
 )
 
+from kvoffload_async.core.deletions import MOST_DELETIONS
 from kvoffload_async.core.health import BreakerSettings, BreakerState
 from kvoffload_async.core.planner import Planner
 from kvoffload_async.errors import BlockMissingError, TierFullError, TierUnavailableError
@@ -267,6 +268,7 @@ class PlannerMachine(RuleBasedStateMachine):
 
     # -- deletion -------------------------------------------------------------------------------
 
+    @precondition(lambda self: len(self.world.planner.deletions.running) < MOST_DELETIONS)
     @rule(keys=CHAIN, where=st.sampled_from(["everywhere", "everywhere", "one tier"]))
     def delete(self, keys, where):
         if where == "everywhere":
