@@ -21,7 +21,8 @@ MACHINES = ("aarch64", "x86_64")
 RDMA_LIBRARIES = ("libibverbs1", "libnl-3-200", "libnl-route-3-200")
 NEEDS_PLATFORM = (
     *("adapted_tiers", "bench_peer", "engine", "engine_identity", "model_fingerprint", "serve"),
-    *("hybrid_models", "multi_connector", "serve_replicas", "upstream_cases"),
+    *("engine_canonical", "hybrid_models", "multi_connector", "queued_chats", "serve_replicas"),
+    "upstream_cases",
 )
 SERVE_ONCE = """
 import subprocess, sys
