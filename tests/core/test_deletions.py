@@ -7,6 +7,7 @@ from core.world import World, stored_below
 from kvoffload_async.abc.events import CallEnded
 from kvoffload_async.core.deletions import KEYS_A_STEP, MOST_DELETIONS
 from kvoffload_async.errors import BusyError, StateError, TierClosedError
+from kvoffload_async.types import Hints
 
 
 def stored(names="ab", num_slots=8, tiers=1, **options):
@@ -260,4 +261,45 @@ def test_a_lookup_of_other_blocks_is_not_disturbed_by_a_deletion():
     world.load(ctx, "ac")
     world.step()
     world.loaded()
+    world.wind_down()
+
+
+def test_a_tier_that_confirms_a_part_is_asked_for_the_rest():
+    world, _ = stored()
+    deletion = world.delete("ab")
+    world.step()
+    world.end_call(failed={0}, error=None)
+    assert list(deletion.left.values()) == [1]
+    assert not deletion.errors
+    world.step(1.0)
+    end_calls(world)
+    assert deletion.is_done
+    world.wind_down()
+
+
+def test_a_deleted_block_is_no_longer_retained():
+    world = World(8, 0)
+    ctx = world.begin(hints=Hints(retain_s=100))
+    world.store(ctx, "ab")
+    world.planner.touch(ks("ab"), ctx)
+    world.finish(ctx)
+    world.step()
+    assert world.primary.hinted_blocks == 2
+    world.delete("a")
+    world.step()
+    assert world.primary.hinted_blocks == 1
+    world.wind_down()
+
+
+def test_the_rest_of_a_ticket_before_a_deleted_block_has_its_turn():
+    world, ctx = stored_below(names="abc")
+    world.lookups(ctx, "abc")
+    world.step()
+    world.finish_all()
+    assert world.planner.room.named_blocks == 3
+    world.delete("b")
+    world.step()
+    assert world.planner.room.named_blocks == 1
+    end_calls(world)
+    assert world.lookups(ctx, "ab") == [HIT, MISS]
     world.wind_down()

@@ -257,6 +257,23 @@ def damage_p22_who_is_gone(world):
     world.planner.room._join(RequestState(ReqContext("gone"), ()))
 
 
+def damage_p22_for_one_that_was_looked_up(world):
+    world.planner.room.early[request_of(world, "t")] = 0.0, 0
+
+
+def damage_p22_early_beside_a_queue(world):
+    damage_p22_for_one_that_was_looked_up(world)
+    damage_p22_who_is_gone(world)
+
+
+def damage_p7_pins(world):
+    world.primary.num_kept += 1
+
+
+def damage_p27_nobody_deletes(world):
+    world.planner.tiers[0].barred.sets.append(frozenset(ks("a")))
+
+
 def damage_p26_ticket(world):
     request_of(world, "t").ticket[k("?")] = False
 
