@@ -303,3 +303,38 @@ def test_the_rest_of_a_ticket_before_a_deleted_block_has_its_turn():
     end_calls(world)
     assert world.lookups(ctx, "ab") == [HIT, MISS]
     world.wind_down()
+
+
+def test_tickets_of_other_blocks_stay_whole():
+    world, ctx = stored_below(names="abcd", num_slots=8)
+    other = world.begin("other")
+    world.lookups(ctx, "ab")
+    world.lookups(other, "cd")
+    world.step()
+    world.delete("a")
+    world.step()
+    assert world.planner.requests[other].ticket.keys() == {k("c"), k("d")}
+    world.finish_all()
+    end_calls(world)
+    world.wind_down()
+
+
+def test_a_queued_request_is_not_promoted_from_a_tier_that_deletes_its_block():
+    world, ctx = stored_below(names="ab", num_slots=8)
+    world.planner.room.most_early = 4
+    world.planner.prefetch(ks("ab"), ctx)
+    world.delete("a", [0], in_primary=False)
+    world.step()
+    assert not world.running
+    end_calls(world)
+    world.wind_down()
+
+
+@pytest.mark.parametrize("kind", ["exact", "probed", "cost_gated"])
+def test_only_an_exact_index_lists_its_keys(kind):
+    world = World(8, 1, kinds={0: kind})
+    world.fill(0, ks("ab"))
+    index = world.planner.tiers[0].index
+    assert set(index.following(None, 10)) == (set(ks("ab")) if index.is_exact else set())
+    index.deleted(ks("a"))
+    world.wind_down()
