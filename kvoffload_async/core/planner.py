@@ -368,7 +368,7 @@ class Planner:
             self.search.end_step(self.now_s)
         self._asking = None
         gave_up = self.room.end_step()
-        if self.pins or self.deletions.running:
+        if self.primary.num_kept or self.deletions.running:
             self.pins.end_step(self.now_s)
             self.deletions.serve(self.requests.values(), self.now_s)
         if self.prefetcher.queued and not self.promotions_paused:
@@ -387,13 +387,12 @@ class Planner:
     def wakes_in_s(self) -> float:
         """Return the seconds until a step has work even without an event; inf if never."""
         now_s = self.now_s
-        return min(
-            self.cascades.wakes_in_s(now_s),
-            self.room.wakes_in_s(),
-            self.prefetcher.wakes_in_s(),
-            self.deletions.wakes_in_s(now_s),
-            self.pins.wakes_in_s(now_s),
-        )
+        due_s = min(self.cascades.wakes_in_s(now_s), self.room.wakes_in_s())
+        if self.prefetcher.queued:
+            due_s = min(due_s, self.prefetcher.wakes_in_s())
+        if self.primary.num_kept or self.deletions.running:
+            due_s = min(due_s, self.deletions.wakes_in_s(now_s), self.pins.wakes_in_s(now_s))
+        return due_s
 
     @property
     def jobs(self) -> dict[JobId, tuple[int, JobMetadata]]:
@@ -656,7 +655,8 @@ class Planner:
     def _begin_round(self, request: RequestState) -> None:
         """Begin a request's series of lookups; the previous request's series ends."""
         self._asking, self._ahead = request, {}
-        self.prefetcher.forget(request)
+        if self.prefetcher.queued:
+            self.prefetcher.forget(request)
         self.search.begin_round(request, self.now_s)
         self.room.begin_round(request, self.now_s)
 
@@ -671,7 +671,8 @@ class Planner:
     def _proceed(self, request: RequestState) -> None:
         waited = request.waits
         self._decide(request)
-        self.prefetcher.forget(request)
+        if self.prefetcher.queued:
+            self.prefetcher.forget(request)
         if waited or request.ticket:
             self.room.leave(request)
             self._asking = None

@@ -10,7 +10,6 @@ deferral. A tier whose prefetch has failed is not asked for a while, nor is one 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from itertools import chain, islice
 from typing import Final, NamedTuple
@@ -117,9 +116,7 @@ class Prefetch:
             self._is_due = True
 
     def wakes_in_s(self) -> float:
-        """Return the seconds until a step is due for queued requests; inf if there are none."""
-        if not self.queued:
-            return math.inf
+        """Return the seconds until a step is due for the queued requests, if there are some."""
         return 0.0 if self._is_due else TURN_S / 2
 
     def landed(self, tier: int, request: RequestState | None, keys: Sequence[OffloadKey]) -> None:

@@ -781,7 +781,7 @@ class Primary(ResidentBlocks):
             raise StateError(f"request {ctx.req_id!r} is unknown: call on_new_request first")
         require_keys(keys)
         absent, readable, unpinned = self._classify(keys)
-        missing = ctx.storable(absent)
+        missing = absent if ctx.hints is NO_HINTS else ctx.storable(absent)
         wanted, declined = self._admitted(ctx, keys, missing, unpinned)
         left_out: Sequence[OffloadKey] = ()
         is_own_prefix: Callable[[OffloadKey], bool] | None = None

@@ -455,13 +455,16 @@ class CacheManager:
     Keys are those of the present generation, made by its `key`. Every method returns at once.
 
     Not thread-safe; call only from the owner's thread.
+
+    Attributes:
+        running: The operations under way, oldest first. Read-only.
     """
 
     def __init__(self, planner: Planner, clock: Callable[[], float]) -> None:
         """Start without operations; `clock` is that of the planner's steps, in seconds."""
         self._planner = planner
         self._clock = clock
-        self._running: list[CacheOperation] = []
+        self.running: list[CacheOperation] = []
 
     # -- blocks ---------------------------------------------------------------------------------
 
@@ -620,22 +623,22 @@ class CacheManager:
     @property
     def has_work(self) -> bool:
         """Whether a step can advance an operation."""
-        return any(operation.has_work for operation in self._running)
+        return any(operation.has_work for operation in self.running)
 
     def end_step(self) -> None:
         """Advance the operations under way; call before the planner ends the step."""
-        self._running = [each for each in self._running if not each.is_done]
-        for operation in self._running:
+        self.running = [each for each in self.running if not each.is_done]
+        for operation in self.running:
             operation.advance()
 
     # -- internal -------------------------------------------------------------------------------
 
     def _begin(self, operation: CacheOperation) -> CacheOperation:
-        self._running.append(operation)
+        self.running.append(operation)
         return operation
 
     def _limit(self, keys: Sequence[OffloadKey]) -> None:
-        running = [each.report.blocks for each in self._running if not each.is_done]
+        running = [each.report.blocks for each in self.running if not each.is_done]
         if len(running) >= MOST_OPERATIONS or sum(running) + len(keys) > MOST_KEYS:
             raise BusyError(
                 f"{counted(len(keys), 'block')} while {len(running)} operations on {sum(running)} "

@@ -230,7 +230,8 @@ class PlannerDriver:
         self._polled_this_step = self._polled_for_stores = False
         if self.commands is not None:
             self.commands.execute()
-        self.cache.end_step()
+        if self.cache.running:
+            self.cache.end_step()
         self.planner.end_step(() if context is None else context.new_req_ids)
         self._losses.check(self.planner.now_s)
         self._tiers.end_step(self.planner, context)
@@ -499,7 +500,7 @@ class PlannerDriver:
     def _manages(self) -> bool:
         """Whether a step can continue an operation on the cache, or a command."""
         has_commands = self.commands is not None and self.commands.has_work
-        return has_commands or self.cache.has_work
+        return has_commands or (bool(self.cache.running) and self.cache.has_work)
 
     def _poll_timed(self) -> None:
         """Apply the tiers' reports; add the time taken to the step's duration."""
