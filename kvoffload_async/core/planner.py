@@ -76,7 +76,7 @@ class Planner:
         primary.may_decline = not self.tiers  # unless the admission says what they do not store
         self.deferral_s = deferral_s
         self.counters = PlannerCounters()
-        self.search = TierSearch(self.tiers)
+        self.search = TierSearch(self.tiers, primary.barred)
         self.room = Room(
             primary,
             self.tiers,

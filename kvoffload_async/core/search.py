@@ -7,6 +7,7 @@ from functools import partial
 from itertools import islice
 from typing import Final
 
+from kvoffload_async.core.barred import BarredKeys
 from kvoffload_async.core.requests import RequestState
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.statistics import MissReason, SkipReason
@@ -30,6 +31,8 @@ class TierSearch:
     lack; keys that a nearer tier has not resolved yet are deferred. While a request waits, a tier
     is not queried again for a key that it lacks.
 
+    Keys that are being deleted, from the tier or from the primary, are not found.
+
     Not thread-safe; call only from the owner's thread.
 
     Attributes:
@@ -38,8 +41,10 @@ class TierSearch:
             were hits and misses.
     """
 
-    def __init__(self, tiers: Sequence[TierState]) -> None:
+    def __init__(self, tiers: Sequence[TierState], barred: BarredKeys) -> None:
+        """Create a search of `tiers`; `barred` are the keys being deleted from the primary."""
         self._tiers = tiers
+        self._barred = barred
         self.has_unknown = False
         self.on_answers: OnAnswers | None = None
         self._skipped: list[SkipReason | None] = []
@@ -80,8 +85,8 @@ class TierSearch:
         last = len(self._tiers) - 1
         for index, tier in enumerate(self._tiers):
             asked = self._unfound(tier, request, verdicts) if index else list(verdicts)
-            if tier.barred.sets:
-                asked = tier.barred.without(asked)
+            if self._barred.sets or tier.barred.sets:
+                asked = self._barred.without(tier.barred.without(asked))
             if asked and (self._skipped[index] is not None or request.failed):
                 asked = self._leave_skipped(index, asked, request, verdicts)
             if asked:
@@ -109,8 +114,8 @@ class TierSearch:
             if _skips(tier, request.ctx, now_s, is_early=is_early) is not None:
                 continue
             rest = [key for key in keys if found[key] is None]
-            if tier.barred.sets:
-                rest = tier.barred.without(rest)
+            if self._barred.sets or tier.barred.sets:
+                rest = self._barred.without(tier.barred.without(rest))
             for key, answer in zip(rest, tier.index.peek(rest), strict=True):
                 if answer is _HIT and (index, key) not in request.failed:
                     found[key] = index

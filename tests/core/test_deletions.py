@@ -200,6 +200,32 @@ def test_a_tier_alone_forgets_a_block_that_the_primary_keeps():
     world.wind_down()
 
 
+@pytest.mark.parametrize("is_early", [False, True])
+def test_a_block_that_only_the_primary_forgets_is_promoted_once_it_is_gone(is_early):
+    world, ctx = stored()
+    world.planner.room.most_early = 4
+    world.lookups(ctx, "ab")
+    world.load(ctx, "ab")
+    deletion = world.delete("ab", [])
+    other = world.begin("other")
+    if is_early:
+        world.planner.prefetch(ks("ab"), other)
+    else:
+        assert world.lookups(other, "ab") == [MISS, MISS], "the load still uses their slots"
+    for _ in range(2):
+        world.step()
+    assert not world.running
+    assert not deletion.is_done
+    world.loaded()
+    world.step()
+    assert deletion.is_done
+    assert world.lookups(other, "ab") == [PENDING, PENDING]
+    world.step()
+    world.finish_all()
+    assert world.lookups(other, "ab") == [HIT, HIT]
+    world.wind_down()
+
+
 def test_a_failed_copy_to_the_one_tier_that_forgets_a_block_is_not_repeated():
     world = World(8, 2)
     ctx = world.begin()

@@ -269,10 +269,12 @@ class PlannerMachine(RuleBasedStateMachine):
     # -- deletion -------------------------------------------------------------------------------
 
     @precondition(lambda self: len(self.world.planner.deletions.running) < MOST_DELETIONS)
-    @rule(keys=CHAIN, where=st.sampled_from(["everywhere", "everywhere", "one tier"]))
+    @rule(keys=CHAIN, where=st.sampled_from(["everywhere", "everywhere", "one tier", "primary"]))
     def delete(self, keys, where):
         if where == "everywhere":
             self.world.delete(keys)
+        elif where == "primary":
+            self.world.delete(keys, [])
         elif self.world.tiers:
             self.world.delete(keys, [0], in_primary=False)
 
