@@ -162,7 +162,7 @@ class Prefetch:
     def _with_windows(
         self, request: RequestState, prompt: Prompt, num_found: int
     ) -> list[OffloadKey] | None:
-        """Return the blocks of a prompt's prefix that its groups load; None: unknown yet."""
+        """Return the blocks of a prompt's prefix that its groups load, each once; None: unknown."""
         end = shortest = num_found
         while prompt.windows and end:
             for window in prompt.windows:
@@ -174,7 +174,7 @@ class Prefetch:
                 break
             end = shortest
         parts = [window.keys[max(0, end - window.num_blocks) : end] for window in prompt.windows]
-        return list(chain(prompt.keys[:num_found] if end else (), *parts))
+        return list(dict.fromkeys(chain(prompt.keys[:num_found] if end else (), *parts)))
 
     def _window_end(self, request: RequestState, window: SlidingWindow, end: int) -> int | None:
         """Return where the last window before `end` ends that is found; None: unknown yet."""

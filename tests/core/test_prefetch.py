@@ -215,6 +215,18 @@ def test_an_unanswered_probe_holds_up_its_request_only():
     world.wind_down()
 
 
+def test_a_block_that_a_prompt_has_twice_is_promoted_once():
+    world = world_of()
+    ctx = world.begin()
+    world.planner.prefetch(ks("aab"), ctx, [SlidingWindow(ks("cab"), 1)])
+    world.step()
+    assert promoted(world) == [tuple(ks("ab"))]
+    world.finish_job()
+    world.check()
+    assert world.planner.lookup_prefix(ks("aab"), ctx) == (3, False)
+    world.wind_down()
+
+
 def test_a_new_prompt_is_looked_up_once():
     world = world_of()
     queue(world, "xyz")
