@@ -90,17 +90,15 @@ class _Deleting(CacheOperation):
     def __init__(
         self, planner: Planner, keys: Collection[OffloadKey], places: Mapping[str, int | None]
     ) -> None:
+        tiers = [index for index in places.values() if index is not None]
         self._planner = planner
         self._places = places
-        self._keys = keys
-        self._deletion: Deletion | None = None
+        self._deletion = Deletion(keys, tiers, in_primary=None in places.values())
+        self._is_begun = False
 
     @property
     def report(self) -> CacheReport:
-        deletion, number = self._deletion, len(self._keys)
-        if deletion is None:
-            left = dict.fromkeys(self._places, number)
-            return CacheReport(operation="delete", blocks=number, left=left)
+        deletion, number = self._deletion, len(self._deletion.keys)
         here = len(deletion.in_use) + number - deletion.num_taken
         left = {name: here if i is None else deletion.left[i] for name, i in self._places.items()}
         return CacheReport(
@@ -120,19 +118,18 @@ class _Deleting(CacheOperation):
 
     @property
     def has_work(self) -> bool:
-        return self._deletion is None
+        return not self._is_begun
 
     @property
     def is_done(self) -> bool:
-        return self._deletion is not None and self._deletion.is_done
+        return self._deletion.is_done
 
     def advance(self) -> None:
-        if self._deletion is not None:
+        if self._is_begun:
             return
-        tiers = [index for index in self._places.values() if index is not None]
-        in_primary = None in self._places.values()
         with suppress(BusyError):  # tried again in the next step
-            self._deletion = self._planner.delete(self._keys, tiers, in_primary=in_primary)
+            self._planner.deletions.begin(self._deletion)
+            self._is_begun = True
 
 
 class _Counting(CacheOperation):
@@ -494,7 +491,7 @@ class CacheManager:
             )
         require_keys(keys)
         self._limit(keys)
-        return self._begin(_Deleting(self._planner, frozenset(keys), where))
+        return self._begin(_Deleting(self._planner, keys, where))
 
     def count(
         self, keys: Sequence[OffloadKey], places: Collection[str] | None = None

@@ -4,7 +4,8 @@ import pytest
 from facade.worlds import HIT, MISS, RETRY, World, filled, k, ks
 
 from kvoffload_async.abc.tier import TierCapabilities
-from kvoffload_async.core.deletions import MOST_KEYS
+from kvoffload_async.core import deletions, planner
+from kvoffload_async.core.deletions import KEYS_A_STEP, MOST_KEYS
 from kvoffload_async.errors import (
     BusyError,
     ClosedError,
@@ -55,6 +56,23 @@ def test_a_deletion_begins_at_the_end_of_the_step():
     assert world.lookup(1) is MISS
     assert progress(world, operation).is_complete
     assert world.tiers[0].blocks.keys() == {k(2)}
+    world.end()
+
+
+def test_the_keys_of_a_large_deletion_are_checked_when_it_is_asked_for(monkeypatch):
+    world = World(EXACT)
+    world.begin("r")
+    checked = []
+    monkeypatch.setattr(planner, "require_keys", checked.extend)
+    operation = world.manager.cache.delete(ks(*range(4 * KEYS_A_STEP)))
+    with monkeypatch.context() as patched:
+        patched.setattr(deletions, "MOST_DELETIONS", 0)
+        for _ in range(3):
+            world.step()
+        assert not operation.is_done, "it waits for others to end"
+    world.step()
+    assert len(checked) <= KEYS_A_STEP, "the step that begins it does not go through its keys"
+    assert progress(world, operation).is_complete
     world.end()
 
 
