@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Set as AbstractSet
+from collections.abc import Sequence
 
 from kvoffload_async.types import OffloadKey
 
@@ -23,11 +22,16 @@ class BarredKeys:
 
     def __init__(self) -> None:
         """Start without barred keys."""
-        self.sets: list[AbstractSet[OffloadKey]] = []
+        self.sets: list[frozenset[OffloadKey]] = []
 
     def __contains__(self, key: object) -> bool:
         return any(key in keys for keys in self.sets)
 
-    def without(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+    def among(self, keys: Sequence[OffloadKey]) -> set[OffloadKey]:
+        """Return those of the keys that are barred."""
+        return set().union(*(each.intersection(keys) for each in self.sets))
+
+    def without(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Return the keys that are not barred."""
-        return [key for key in keys if key not in self]
+        barred = self.among(keys)
+        return [key for key in keys if key not in barred]

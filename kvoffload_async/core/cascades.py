@@ -651,7 +651,7 @@ class Cascades:
             queue.ended(slots)
             return
         if tier.barred.sets:
-            landed = {*landed, *(key for key in job.keys if key in tier.barred)}
+            landed = {*landed, *tier.barred.among(job.keys)}
         missed = [s for s, key in zip(slots, job.keys, strict=True) if key not in landed]
         if isinstance(error, _FINAL) or self._is_closed:
             queue.ended(slots)

@@ -387,9 +387,9 @@ class ResidentBlocks:
                 answers.append(_MISS)
             else:
                 answers.append(_HIT if refs[slot] >= 0 else _PENDING)
-        if self.barred.sets:
+        if self.barred.sets and (barred := self.barred.among(keys)):
             answers = [
-                _MISS if key in self.barred else answer
+                _MISS if key in barred else answer
                 for key, answer in zip(keys, answers, strict=True)
             ]
         return answers
