@@ -408,11 +408,12 @@ class Room:
 
     def cut(self, holders: Iterable[RequestState], keys: AbstractSet[OffloadKey]) -> None:
         """End tickets before the first of blocks that are being deleted."""
-        for request in holders:
-            if request.ticket.keys().isdisjoint(keys):
+        cut = self._holders.keys() & keys
+        for request in holders if cut else ():
+            if request.ticket.keys().isdisjoint(cut):
                 continue
             named = list(request.ticket)
-            first = next(index for index, key in enumerate(named) if key in keys)
+            first = next(index for index, key in enumerate(named) if key in cut)
             self._release(request, named[first:])
             if request.ticket and not request.awaits:
                 self._note_landed(request)
