@@ -356,6 +356,8 @@ class _Copying(CacheOperation):
         assert self._source is not None  # noqa: S101 - for the type checker
         index = self._source[1]
         tiers = () if index is None else (index,)
+        # Another operation may delete them from the tier meanwhile.
+        self._found = [] if self._tier.is_clearing else self._tier.barred.without(self._found)
         with suppress(BusyError):  # tried again in the next step
             self._deletion = self._planner.delete(self._found, tiers, in_primary=index is None)
             self._found = ()

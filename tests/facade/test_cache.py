@@ -323,3 +323,37 @@ def test_a_block_that_nobody_confirms_is_not_moved():
         with pytest.raises(StateError, match="is not valid"):
             world.manager.cache.copy(ks(1), **bad)
     world.end()
+
+
+@pytest.mark.parametrize("capabilities", [EXACT, PROBED])
+def test_a_block_that_is_moved_both_ways_at_once_stays_in_one_tier(capabilities):
+    world = World(capabilities, capabilities)
+    world.begin("r")
+    world.store(1)
+    world.rest()
+    there = world.manager.cache.copy(ks(1), "tier1", source="tier0")
+    back = world.manager.cache.copy(ks(1), "tier0", source="tier1")
+    reports = [progress(world, operation) for operation in (there, back)]
+    assert there.is_done
+    assert back.is_done
+    assert [k(1) in tier.blocks for tier in world.tiers] == [False, True]
+    assert reports[1].left == {"tier0": 0, "tier1": 1}
+    world.end()
+
+
+@pytest.mark.parametrize("capabilities", [EXACT, LISTED])
+def test_a_block_stays_in_its_source_if_its_target_is_cleared_meanwhile(capabilities):
+    world = World(EXACT, capabilities)
+    world.begin("r")
+    world.store(1)
+    world.rest()
+    move = world.manager.cache.copy(ks(1), "tier1", source="tier0")
+    world.step()
+    world.step()
+    world.finish_all()  # the tier has said that it has it
+    clear = world.manager.cache.clear(["tier1"])
+    assert progress(world, clear).is_complete
+    progress(world, move)
+    assert move.is_done
+    assert [k(1) in tier.blocks for tier in world.tiers] == [True, False]
+    world.end()

@@ -166,7 +166,6 @@ def test_a_state_that_is_read_while_a_step_ends_is_never_done_with_an_old_report
         @property
         def report(self):
             self.is_done = True  # the owner ends the command after this was read
-            return None
 
     assert module._state_of(Ending()) == {"id": 1, "is_done": False}
 
