@@ -261,6 +261,25 @@ def test_a_block_is_deleted_from_a_real_tier_without_a_scheduler(tmp_path, tier)
         assert manager.finish(manager.cache.count(keys, [tier]), 60.0).done == {tier: 0}
 
 
+def test_a_file_whose_name_is_too_long_for_a_block_ends_neither_clearing_nor_engine(tmp_path):
+    config = {
+        "cpu_bytes_to_use": 8 * 4096,
+        "block_bytes": 4096,
+        "model": "m",
+        "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path)}],
+    }
+    with TieringOffloadingSpec(config) as spec:
+        manager = spec.get_manager()
+        manager.on_schedule_end()
+        (folder,) = tmp_path.glob("*_r0")
+        planted = folder / "ab" / f"{'ab' * 100}_g0.bin"
+        planted.parent.mkdir(exist_ok=True)
+        planted.write_bytes(bytes(4096))
+        assert manager.finish(manager.cache.clear(["fs"]), 60.0).is_complete
+        assert not manager.finish(manager.cache.list_keys("fs"), 60.0).keys
+        assert planted.exists()
+
+
 @pytest.mark.parametrize("capabilities", [EXACT, PROBED])
 def test_blocks_of_the_primary_are_copied_to_a_tier(capabilities):
     world = World(EXACT, capabilities)
