@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Literal
 
 from kvoffload_async.abc.events import CallEnded
-from kvoffload_async.core.deletions import KEYS_A_STEP, MOST_KEYS, Deletion
+from kvoffload_async.core.deletions import KEYS_A_STEP, MOST_KEYS, Deletion, Deletions
 from kvoffload_async.core.pins import MOST_PIN_S
 from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.tier_state import TierState
@@ -120,19 +119,18 @@ class _Deleting(CacheOperation):
 
     @property
     def has_work(self) -> bool:
-        return self._deletion is None
+        return self._deletion is None and self._planner.deletions.takes(len(self._keys))
 
     @property
     def is_done(self) -> bool:
         return self._deletion is not None and self._deletion.is_done
 
     def advance(self) -> None:
-        if self._deletion is not None:
+        if not self.has_work:
             return
         tiers = [index for index in self._places.values() if index is not None]
         in_primary = None in self._places.values()
-        with suppress(BusyError):  # tried again in the next step
-            self._deletion = self._planner.delete(self._keys, tiers, in_primary=in_primary)
+        self._deletion = self._planner.delete(self._keys, tiers, in_primary=in_primary)
 
 
 class _Counting(CacheOperation):
@@ -278,6 +276,8 @@ class _Copying(CacheOperation):
         self._num_taken = self._num_copied = self._num_deleted = 0
         self._portion: Sequence[OffloadKey] = ()
         """The blocks that are being copied, until the tier has been asked for them."""
+        self._num_ended = 0
+        """Number of blocks at the head of the portion whose copies have ended."""
         self._found: Sequence[OffloadKey] = ()
         """Those of the last portion that the tier has, until they are deleted from the source."""
         self._is_asking = False
@@ -310,7 +310,9 @@ class _Copying(CacheOperation):
             return False
         if self._deletion is not None:
             return self._deletion.is_done
-        return not self._planner.cascades.is_storing(self._index, self._portion)
+        if self._found:
+            return self._planner.deletions.takes(len(self._found))
+        return not self._is_storing()
 
     def advance(self) -> None:
         if not self.has_work:
@@ -333,8 +335,17 @@ class _Copying(CacheOperation):
         self._portion = [key for key, answer in answers if answer is LookupResult.HIT]
         self._planner.cascades.defer(self._index, self._portion)
 
+    def _is_storing(self) -> bool:
+        """Return whether the tier still stores blocks; a block that has ended is not looked up."""
+        while self._num_ended < len(self._portion):
+            key = self._portion[self._num_ended]
+            if self._planner.cascades.is_storing(self._index, [key]):
+                return True
+            self._num_ended += 1
+        return False
+
     def _verify(self) -> None:
-        keys, self._portion = self._tier.barred.without(self._portion), ()
+        keys, self._portion, self._num_ended = self._tier.barred.without(self._portion), (), 0
         if self._tier.index.is_exact:
             absent = set(self._tier.index.lacks(keys))
             self._take([key for key in keys if key not in absent])
@@ -358,9 +369,8 @@ class _Copying(CacheOperation):
         tiers = () if index is None else (index,)
         # Another operation may delete them from the tier meanwhile.
         self._found = [] if self._tier.is_clearing else self._tier.barred.without(self._found)
-        with suppress(BusyError):  # tried again in the next step
-            self._deletion = self._planner.delete(self._found, tiers, in_primary=index is None)
-            self._found = ()
+        self._deletion = self._planner.delete(self._found, tiers, in_primary=index is None)
+        self._found = ()
 
 
 class _Clearing(CacheOperation):
@@ -368,7 +378,9 @@ class _Clearing(CacheOperation):
 
     def __init__(self, planner: Planner, places: Mapping[str, int]) -> None:
         self._planner = planner
-        self._parts = {name: _ClearedTier(planner.tiers[i]) for name, i in places.items()}
+        self._parts = {
+            name: _ClearedTier(planner.tiers[i], planner.deletions) for name, i in places.items()
+        }
         self._indices = places
 
     @property
@@ -400,8 +412,9 @@ class _Clearing(CacheOperation):
 class _ClearedTier:
     """One tier that is being cleared: its blocks are listed and deleted, page by page."""
 
-    def __init__(self, tier: TierState) -> None:
+    def __init__(self, tier: TierState, deletions: Deletions) -> None:
         self.tier = tier
+        self._deletions = deletions
         self.num_deleted = 0
         self.is_empty = False
         self.error = ""
@@ -422,7 +435,9 @@ class _ClearedTier:
         """Whether the next step can continue: no store, listing or deletion is under way."""
         if self.is_done or self._is_asking or self.tier.cascading_blocks:
             return False
-        return self._deletion is None or self._deletion.is_done
+        if self._deletion is not None and not self._deletion.is_done:
+            return False
+        return self._deletions.takes(KEYS_A_STEP if self._page is None else len(self._page))
 
     def advance(self, delete: Callable[[Sequence[OffloadKey]], Deletion]) -> None:
         """Delete a page, or ask for the next one; call only if `has_work`."""
@@ -433,9 +448,7 @@ class _ClearedTier:
             self._page = self.tier.index.following(None, KEYS_A_STEP)
             self._is_last = not self._page
         if self._page:
-            with suppress(BusyError):  # tried again in the next step
-                self._deletion = delete(self._page)
-                self._page = None
+            self._deletion, self._page = delete(self._page), None
         elif self._is_last:
             self.is_empty, self.tier.is_clearing = True, False
         else:

@@ -4,6 +4,7 @@ import pytest
 from facade.worlds import HIT, MISS, RETRY, World, filled, k, ks
 
 from kvoffload_async.abc.tier import TierCapabilities
+from kvoffload_async.core import deletions
 from kvoffload_async.core.deletions import MOST_KEYS
 from kvoffload_async.errors import (
     BusyError,
@@ -375,4 +376,45 @@ def test_a_block_stays_in_its_source_if_its_target_is_cleared_meanwhile(capabili
     progress(world, move)
     assert move.is_done
     assert [k(1) in tier.blocks for tier in world.tiers] == [True, False]
+    world.end()
+
+
+def test_clearing_that_waits_for_other_deletions_makes_no_steps(monkeypatch):
+    monkeypatch.setattr(deletions, "MOST_KEYS", 600)
+    world = World(EXACT, EXACT)
+    filled(world, 1, 2)
+    cache = world.manager.cache
+    stuck = cache.delete(ks(*range(11, 610)), ["tier0"])
+    world.step()
+    clear = cache.clear(["tier1"])
+    world.step()
+    world.step()
+    assert not cache.has_work
+    assert world.manager.wakes_in_s() > 0
+    assert progress(world, stuck).is_complete
+    assert progress(world, clear).done == {"tier1": 2}
+    world.end()
+
+
+def test_a_step_looks_up_none_of_the_blocks_again_whose_copies_it_waits_for(monkeypatch):
+    world = World(EXACT, num_slots=64)
+    world.begin("r")
+    numbers = range(64)
+    world.store(*numbers)
+    world.rest()
+    world.tiers[0].blocks.clear()
+    world.manager.planner.tiers[0].index.deleted(ks(*numbers))
+    copy = world.manager.cache.copy(ks(*numbers), "tier0")
+    world.step()
+    looked_up = []
+    is_storing = world.manager.planner.cascades.is_storing
+    monkeypatch.setattr(
+        world.manager.planner.cascades,
+        "is_storing",
+        lambda index, keys: looked_up.extend(keys) or is_storing(index, keys),
+    )
+    for _ in range(10):
+        world.step()
+    assert 0 < len(looked_up) <= 40
+    assert progress(world, copy).is_complete
     world.end()
