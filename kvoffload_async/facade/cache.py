@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final, Literal
 
 from kvoffload_async.abc.events import CallEnded
-from kvoffload_async.core.deletions import KEYS_A_STEP, MOST_KEYS, Deletion
+from kvoffload_async.core.deletions import KEYS_A_STEP, MOST_KEYS, Deletion, Deletions
 from kvoffload_async.core.pins import MOST_PIN_S
 from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.tier_state import TierState
@@ -118,16 +117,15 @@ class _Deleting(CacheOperation):
 
     @property
     def has_work(self) -> bool:
-        return not self._is_begun
+        number = len(self._deletion.keys)
+        return not self._is_begun and self._planner.deletions.takes(number)
 
     @property
     def is_done(self) -> bool:
         return self._deletion.is_done
 
     def advance(self) -> None:
-        if self._is_begun:
-            return
-        with suppress(BusyError):  # tried again in the next step
+        if self.has_work:
             self._planner.deletions.begin(self._deletion)
             self._is_begun = True
 
@@ -275,6 +273,8 @@ class _Copying(CacheOperation):
         self._num_taken = self._num_copied = self._num_deleted = 0
         self._portion: Sequence[OffloadKey] = ()
         """The blocks that are being copied, until the tier has been asked for them."""
+        self._num_ended = 0
+        """Number of blocks at the head of the portion whose copies have ended."""
         self._found: Sequence[OffloadKey] = ()
         """Those of the last portion that the tier has, until they are deleted from the source."""
         self._is_asking = False
@@ -307,7 +307,9 @@ class _Copying(CacheOperation):
             return False
         if self._deletion is not None:
             return self._deletion.is_done
-        return not self._planner.cascades.is_storing(self._index, self._portion)
+        if self._found:
+            return self._planner.deletions.takes(len(self._found))
+        return not self._is_storing()
 
     def advance(self) -> None:
         if not self.has_work:
@@ -330,8 +332,17 @@ class _Copying(CacheOperation):
         self._portion = [key for key, answer in answers if answer is LookupResult.HIT]
         self._planner.cascades.defer(self._index, self._portion)
 
+    def _is_storing(self) -> bool:
+        """Return whether the tier still stores blocks; a block that has ended is not looked up."""
+        while self._num_ended < len(self._portion):
+            key = self._portion[self._num_ended]
+            if self._planner.cascades.is_storing(self._index, [key]):
+                return True
+            self._num_ended += 1
+        return False
+
     def _verify(self) -> None:
-        keys, self._portion = self._tier.barred.without(self._portion), ()
+        keys, self._portion, self._num_ended = self._tier.barred.without(self._portion), (), 0
         if self._tier.index.is_exact:
             absent = set(self._tier.index.lacks(keys))
             self._take([key for key in keys if key not in absent])
@@ -353,9 +364,10 @@ class _Copying(CacheOperation):
         assert self._source is not None  # noqa: S101 - for the type checker
         index = self._source[1]
         tiers = () if index is None else (index,)
-        with suppress(BusyError):  # tried again in the next step
-            self._deletion = self._planner.delete(self._found, tiers, in_primary=index is None)
-            self._found = ()
+        # Another operation may delete them from the tier meanwhile.
+        self._found = [] if self._tier.is_clearing else self._tier.barred.without(self._found)
+        self._deletion = self._planner.delete(self._found, tiers, in_primary=index is None)
+        self._found = ()
 
 
 class _Clearing(CacheOperation):
@@ -363,7 +375,9 @@ class _Clearing(CacheOperation):
 
     def __init__(self, planner: Planner, places: Mapping[str, int]) -> None:
         self._planner = planner
-        self._parts = {name: _ClearedTier(planner.tiers[i]) for name, i in places.items()}
+        self._parts = {
+            name: _ClearedTier(planner.tiers[i], planner.deletions) for name, i in places.items()
+        }
         self._indices = places
 
     @property
@@ -395,8 +409,9 @@ class _Clearing(CacheOperation):
 class _ClearedTier:
     """One tier that is being cleared: its blocks are listed and deleted, page by page."""
 
-    def __init__(self, tier: TierState) -> None:
+    def __init__(self, tier: TierState, deletions: Deletions) -> None:
         self.tier = tier
+        self._deletions = deletions
         self.num_deleted = 0
         self.is_empty = False
         self.error = ""
@@ -417,7 +432,9 @@ class _ClearedTier:
         """Whether the next step can continue: no store, listing or deletion is under way."""
         if self.is_done or self._is_asking or self.tier.cascading_blocks:
             return False
-        return self._deletion is None or self._deletion.is_done
+        if self._deletion is not None and not self._deletion.is_done:
+            return False
+        return self._deletions.takes(KEYS_A_STEP if self._page is None else len(self._page))
 
     def advance(self, delete: Callable[[Sequence[OffloadKey]], Deletion]) -> None:
         """Delete a page, or ask for the next one; call only if `has_work`."""
@@ -428,9 +445,7 @@ class _ClearedTier:
             self._page = self.tier.index.following(None, KEYS_A_STEP)
             self._is_last = not self._page
         if self._page:
-            with suppress(BusyError):  # tried again in the next step
-                self._deletion = delete(self._page)
-                self._page = None
+            self._deletion, self._page = delete(self._page), None
         elif self._is_last:
             self.is_empty, self.tier.is_clearing = True, False
         else:

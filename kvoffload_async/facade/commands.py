@@ -27,6 +27,9 @@ MOST_HASHES: Final = 512
 """Maximum number of block hashes of a command; a client divides a longer list."""
 KEY_PREFIX: Final = "key:"
 """Precedes the digits of a key, which a listing returns, in the place of a block hash."""
+_MOST_PLACES: Final = 64
+_MOST_ERROR_CHARS: Final = 1000
+"""Maximum length of an error that is kept; it may repeat what the client has sent."""
 _MOST_QUEUED: Final = 64
 _MOST_KEPT: Final = 256
 _DEADLINE_S: Final = 30.0
@@ -85,6 +88,9 @@ class CacheCommands:
         self._queue: deque[_Command] = deque()
         self._commands: dict[int, _Command] = {}
         """Number -> command that is queued, runs, or has ended recently."""
+        self._running: list[_Command] = []
+        self._ended: deque[int] = deque()
+        """Numbers of the commands that have ended; these two are the owner's alone."""
         self._numbers = count(1)
 
     # -- any thread -----------------------------------------------------------------------------
@@ -119,19 +125,22 @@ class CacheCommands:
     def execute(self) -> None:
         """Begin the oldest command in the queue, if any; call at a step's end."""
         if self._queue:
-            self._execute(self._queue.popleft())
+            command = self._queue.popleft()
+            self._execute(command)
+            command.request = {}  # may be large, and the command is kept
+            self._running.append(command)
 
     def publish(self) -> None:
         """Update the results of the commands under way, after the end of a step."""
-        surplus = len(self._commands) - _MOST_KEPT
-        for number, command in tuple(self._commands.items()):
+        for command in tuple(self._running):
             if command.operation is not None:
-                command.report, is_done = command.operation.report, command.operation.is_done
-                if is_done:
-                    command.is_done, command.operation = True, None
-            elif command.is_done and surplus > 0:
-                del self._commands[number]
-                surplus -= 1
+                command.report = command.operation.report
+            if command.operation is None or command.operation.is_done:
+                command.is_done, command.operation = True, None
+                self._running.remove(command)
+                self._ended.append(command.number)
+        while len(self._ended) > _MOST_KEPT:
+            del self._commands[self._ended.popleft()]
 
     # -- internal -------------------------------------------------------------------------------
 
@@ -145,7 +154,7 @@ class CacheCommands:
             try:
                 self._begin(command, what, hashes)
             except OffloadError as error:
-                command.error = text_of(error)
+                command.error = text_of(error)[:_MOST_ERROR_CHARS]
         command.is_done = command.operation is None
 
     def _begin(self, command: _Command, what: str, hashes: Sequence[str]) -> None:
@@ -194,12 +203,13 @@ def _defect_of(request: object) -> str:
         if name not in _KINDS or not isinstance(value, _KINDS[name]):
             return f"{name}: it is unknown, or its value has the wrong type"
     hashes, groups = request.get("hashes", ()), request.get("groups", (0,))
-    if len(hashes) * len(groups) > MOST_HASHES:
+    if max(len(hashes), len(groups), len(hashes) * len(groups)) > MOST_HASHES:
         return f"hashes: {len(hashes)} for {len(groups)} groups; give at most {MOST_HASHES}"
     if not all(type(group) is int and 0 <= group < 1 << 31 for group in groups):
         return f"groups: {groups!r} is not valid; give numbers of KV-cache groups"
-    if not all(isinstance(place, str) for place in request.get("places", ())):
-        return "places: it is not valid; give names"
+    places = request.get("places", ())
+    if len(places) > _MOST_PLACES or not all(isinstance(place, str) for place in places):
+        return f"places: it is not valid; give at most {_MOST_PLACES} names"
     try:
         is_empty = not all(bytes.fromhex(one.removeprefix(KEY_PREFIX)) for one in hashes)
     except (AttributeError, ValueError):
@@ -209,7 +219,8 @@ def _defect_of(request: object) -> str:
 
 def _state_of(command: _Command) -> dict[str, Any]:
     """Return a command's state as a JSON object."""
-    report, is_done = command.report, command.is_done
+    is_done = command.is_done  # first: the owner sets it last
+    report = command.report
     state: dict[str, Any] = {"id": command.number, "is_done": is_done}
     if command.error:
         return {**state, "error": command.error}

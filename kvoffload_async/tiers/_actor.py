@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -44,6 +44,7 @@ from kvoffload_async.errors import (
     remedy_of,
     text_of,
 )
+from kvoffload_async.tables.keymap import LEAST_KEY_BYTES, MAX_KEY_BYTES
 from kvoffload_async.tiers._environment import (
     ActorEnvironment,
     Watch,
@@ -145,6 +146,31 @@ def described(job: JobMetadata) -> str:
 
 LISTED_KEYS: Final = 512
 """Maximum number of keys of a call of `list_keys`."""
+
+
+def _page(
+    keys: Collection[OffloadKey], cursor: str | None
+) -> tuple[frozenset[OffloadKey], None, str | None]:
+    """Return a valid answer of `list_keys`, without keys of a length that no block can have.
+
+    Others who can write to a tier's storage may have put such names there.
+
+    Raises:
+        TierUnavailableError: The answer is not valid.
+    """
+    found = frozenset(keys)
+    are_keys = all(isinstance(key, bytes) for key in found) and len(found) <= LISTED_KEYS
+    if not (are_keys and isinstance(cursor, str | None)):
+        raise TierUnavailableError(
+            f"the tier broke its contract: list_keys returned {len(found)} keys and {cursor!r:.99}"
+        )
+    return (
+        frozenset(key for key in found if LEAST_KEY_BYTES <= len(key) <= MAX_KEY_BYTES),
+        None,
+        cursor,
+    )
+
+
 _NO_WORK = (TierUnavailableError, TierBusyError)
 """Errors of blocks that are no evidence of a working tier: it failed, or never began them."""
 _CANCEL_GRACE_S = 0.2
@@ -358,10 +384,10 @@ class TierActor:
         try:
             async with asyncio.timeout(self._io_timeout_s):
                 if operation == "contains":
-                    return frozenset(await guarded(self._tier.contains, keys)), None, None
+                    found = await guarded(self._tier.contains, keys)
+                    return frozenset(keys).intersection(found), None, None
                 if operation == "list":
-                    found, cursor = await guarded(self._tier.list_keys, cursor, LISTED_KEYS)
-                    return frozenset(found), None, cursor
+                    return _page(*await guarded(self._tier.list_keys, cursor, LISTED_KEYS))
                 await self._jobs_ended(frozenset(keys))
                 answer = await guarded(self._tier.delete, keys)
         except TimeoutError:

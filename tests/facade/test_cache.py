@@ -279,6 +279,25 @@ def test_a_block_is_deleted_from_a_real_tier_without_a_scheduler(tmp_path, tier)
         assert manager.finish(manager.cache.count(keys, [tier]), 60.0).done == {tier: 0}
 
 
+def test_a_file_whose_name_is_too_long_for_a_block_ends_neither_clearing_nor_engine(tmp_path):
+    config = {
+        "cpu_bytes_to_use": 8 * 4096,
+        "block_bytes": 4096,
+        "model": "m",
+        "secondary_tiers": [{"type": "fs", "root_dir": str(tmp_path)}],
+    }
+    with TieringOffloadingSpec(config) as spec:
+        manager = spec.get_manager()
+        manager.on_schedule_end()
+        (folder,) = tmp_path.glob("*_r0")
+        planted = folder / "ab" / f"{'ab' * 100}_g0.bin"
+        planted.parent.mkdir(exist_ok=True)
+        planted.write_bytes(bytes(4096))
+        assert manager.finish(manager.cache.clear(["fs"]), 60.0).is_complete
+        assert not manager.finish(manager.cache.list_keys("fs"), 60.0).keys
+        assert planted.exists()
+
+
 @pytest.mark.parametrize("capabilities", [EXACT, PROBED])
 def test_blocks_of_the_primary_are_copied_to_a_tier(capabilities):
     world = World(EXACT, capabilities)
@@ -340,4 +359,79 @@ def test_a_block_that_nobody_confirms_is_not_moved():
     for bad in ({"tier": "primary"}, {"tier": "tier1", "source": "tier1"}, {"tier": "disk"}):
         with pytest.raises(StateError, match="is not valid"):
             world.manager.cache.copy(ks(1), **bad)
+    world.end()
+
+
+@pytest.mark.parametrize("capabilities", [EXACT, PROBED])
+def test_a_block_that_is_moved_both_ways_at_once_stays_in_one_tier(capabilities):
+    world = World(capabilities, capabilities)
+    world.begin("r")
+    world.store(1)
+    world.rest()
+    there = world.manager.cache.copy(ks(1), "tier1", source="tier0")
+    back = world.manager.cache.copy(ks(1), "tier0", source="tier1")
+    reports = [progress(world, operation) for operation in (there, back)]
+    assert there.is_done
+    assert back.is_done
+    assert [k(1) in tier.blocks for tier in world.tiers] == [False, True]
+    assert reports[1].left == {"tier0": 0, "tier1": 1}
+    world.end()
+
+
+@pytest.mark.parametrize("capabilities", [EXACT, LISTED])
+def test_a_block_stays_in_its_source_if_its_target_is_cleared_meanwhile(capabilities):
+    world = World(EXACT, capabilities)
+    world.begin("r")
+    world.store(1)
+    world.rest()
+    move = world.manager.cache.copy(ks(1), "tier1", source="tier0")
+    world.step()
+    world.step()
+    world.finish_all()  # the tier has said that it has it
+    clear = world.manager.cache.clear(["tier1"])
+    assert progress(world, clear).is_complete
+    progress(world, move)
+    assert move.is_done
+    assert [k(1) in tier.blocks for tier in world.tiers] == [True, False]
+    world.end()
+
+
+def test_clearing_that_waits_for_other_deletions_makes_no_steps(monkeypatch):
+    monkeypatch.setattr(deletions, "MOST_KEYS", 600)
+    world = World(EXACT, EXACT)
+    filled(world, 1, 2)
+    cache = world.manager.cache
+    stuck = cache.delete(ks(*range(11, 610)), ["tier0"])
+    world.step()
+    clear = cache.clear(["tier1"])
+    world.step()
+    world.step()
+    assert not cache.has_work
+    assert world.manager.wakes_in_s() > 0
+    assert progress(world, stuck).is_complete
+    assert progress(world, clear).done == {"tier1": 2}
+    world.end()
+
+
+def test_a_step_looks_up_none_of_the_blocks_again_whose_copies_it_waits_for(monkeypatch):
+    world = World(EXACT, num_slots=64)
+    world.begin("r")
+    numbers = range(64)
+    world.store(*numbers)
+    world.rest()
+    world.tiers[0].blocks.clear()
+    world.manager.planner.tiers[0].index.deleted(ks(*numbers))
+    copy = world.manager.cache.copy(ks(*numbers), "tier0")
+    world.step()
+    looked_up = []
+    is_storing = world.manager.planner.cascades.is_storing
+    monkeypatch.setattr(
+        world.manager.planner.cascades,
+        "is_storing",
+        lambda index, keys: looked_up.extend(keys) or is_storing(index, keys),
+    )
+    for _ in range(10):
+        world.step()
+    assert 0 < len(looked_up) <= 40
+    assert progress(world, copy).is_complete
     world.end()

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import weakref
 
 import pytest
 import torch
@@ -23,6 +24,10 @@ CONFIG = {"cpu_bytes_to_use": "64KiB", "block_bytes": 4096, "model": "m"}
 
 def run(*arguments, text=None):
     return CliRunner().invoke(app, arguments, input=text)
+
+
+class Large(dict):
+    """A request that can be referred to weakly."""
 
 
 def digits(*numbers):
@@ -98,6 +103,9 @@ def test_every_action_can_be_commanded(world):
         ({"do": "delete", "hashes": "ab"}, "hashes: it is unknown, or its value has the wrong"),
         ({"do": "delete", "hashes": ["ab"] * (MOST_HASHES + 1)}, "give at most 512"),
         ({"do": "delete", "hashes": ["ab"] * 300, "groups": [0, 1]}, "300 for 2 groups"),
+        ({"do": "delete", "hashes": ["ab"] * 513, "groups": []}, "513 for 0 groups"),
+        ({"do": "delete", "hashes": [], "groups": [0] * 513}, "0 for 513 groups"),
+        ({"do": "count", "places": ["tier0"] * 65}, "places: it is not valid; give at most 64"),
         ({"do": "delete", "hashes": ["xy"]}, "hashes: one is not valid"),
         ({"do": "delete", "hashes": [1]}, "hashes: one is not valid"),
         ({"do": "delete", "hashes": [""]}, "hashes: one is not valid"),
@@ -138,6 +146,28 @@ def test_commands_are_bounded_in_number_and_time(world, monkeypatch):
         world.rest()
     assert commands.answer({"id": 5})["is_complete"]
     assert "no such" in commands.answer({"id": 1})["error"], "its result is forgotten"
+
+
+def test_a_command_that_has_ended_keeps_little_of_what_its_client_has_sent(world):
+    commands = world.manager.accept_commands()
+    request = {"do": "list", "cursor": "x" * 100_000}
+    large = weakref.ref(held := Large(request))
+    number = commands.answer(held)["id"]
+    del held
+    world.rest()
+    assert len(commands.answer({"id": number})["error"]) <= 1000
+    assert large() is None
+
+
+def test_a_state_that_is_read_while_a_step_ends_is_never_done_with_an_old_report():
+    class Ending:
+        number, error, is_done = 1, "", False
+
+        @property
+        def report(self):
+            self.is_done = True  # the owner ends the command after this was read
+
+    assert module._state_of(Ending()) == {"id": 1, "is_done": False}
 
 
 # -- the socket ---------------------------------------------------------------------------------

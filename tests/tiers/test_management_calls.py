@@ -96,6 +96,34 @@ def test_a_tier_that_breaks_its_contract_has_deleted_nothing(world):
     assert "broke its contract" in str(ended(world)[7].error)
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [(["ab"], None), ([key_of(1), 5], None), ([key_of(1)], b"ab"), (map(key_of, range(513)), None)],
+)
+def test_an_answer_that_is_no_page_of_keys_lists_nothing(world, answer):
+    async def broken(_cursor, _count):
+        return answer
+
+    world.tier.list_keys = broken
+    call(world, 7, (), operation="list")
+    assert not ended(world)[7].keys
+    assert "broke its contract" in str(ended(world)[7].error)
+
+
+def test_what_a_tier_answers_beside_the_question_is_left_out(world):
+    async def contains(keys):
+        return [*keys, key_of(9), None]
+
+    async def list_keys(_cursor, _count):
+        return [b"ab", key_of(1), bytes(97)], None  # two that no block can have
+
+    world.tier.contains, world.tier.list_keys = contains, list_keys
+    call(world, 7, (1, 2), operation="contains")
+    call(world, 8, (), operation="list")
+    assert ended(world)[7] == CallEnded(7, "contains", frozenset({key_of(1), key_of(2)}))
+    assert ended(world)[8] == CallEnded(8, "list", frozenset({key_of(1)}))
+
+
 def test_closing_answers_every_call(world):
     world.start(0, (1,))
     call(world, 7, (1,))

@@ -305,19 +305,25 @@ class ObjectClient(RemoteClient):
     async def list_keys(
         self, cursor: str | None, count: int
     ) -> tuple[list[OffloadKey], str | None]:
-        """Return keys in the order of their objects' names; a cursor is the end of a name."""
+        """Return keys in the order of their objects' names; a cursor is the end of a name.
+
+        Empty objects count as absent. Names up to the cursor are ignored, so that a server that
+        does not begin behind it cannot have a listing repeated for ever.
+        """
         prefix = f"{self._namespace}/"
         offset = None if cursor is None else prefix + cursor
-        names: list[str] = []
+        found: list[tuple[str, int]] = []
         async for some in obstore.list(self._store, prefix, offset=offset, chunk_size=count):
-            names += [meta["path"] for meta in some]
+            found += [
+                (meta["path"], meta["size"]) for meta in some if meta["path"] > (offset or "")
+            ]
             if isinstance(self._store, LocalStore):
-                names = heapq.nsmallest(count, names)  # it lists in no order
-            elif len(names) >= count:
+                found = heapq.nsmallest(count, found)  # it lists in no order
+            elif len(found) >= count:
                 break
-        names = sorted(names)[:count]
-        keys = [key_of_name(name, self._namespace) for name in names]
-        following = names[-1].removeprefix(prefix) if len(names) == count else None
+        found = sorted(found)[:count]
+        keys = [key_of_name(name, self._namespace) for name, size in found if size]
+        following = found[-1][0].removeprefix(prefix) if len(found) == count else None
         return [key for key in keys if key is not None], following
 
     async def renew(self, keys: Sequence[OffloadKey]) -> None:

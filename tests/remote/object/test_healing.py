@@ -63,6 +63,17 @@ def test_a_bad_block_heals_where_nothing_may_be_deleted(
     assert caplog.text.count("deletion is not permitted") == (1 if content else 0)
 
 
+def test_a_deleted_block_is_not_listed_where_nothing_may_be_deleted(hosts, no_deletes):
+    one, other = hosts
+    assert one.store(K[:4]) == {}
+    assert one.run(one.tier.delete(K[:2])) == {}
+    assert other.contains(K[:4]) == frozenset(K[2:4])
+    first, cursor = other.run(other.tier.list_keys(None, 3))
+    rest, end = other.run(other.tier.list_keys(cursor, 3))
+    assert sorted([*first, *rest]) == sorted(K[2:4])
+    assert end is None
+
+
 def test_a_bad_block_whose_deletion_fails_is_absent_all_the_same(hosts, connection, monkeypatch):
     async def broken(*_):
         raise obstore.exceptions.GenericError("connection reset")

@@ -10,6 +10,7 @@ from servers.scripted_http import ScriptedServer
 from kvoffload_async.abc.maintenance import GcOptions, MaintenanceControl
 from kvoffload_async.errors import InputError, TierUnavailableError
 from kvoffload_async.testing import TierHarness
+from kvoffload_async.tiers.object.client import ObjectClient
 from kvoffload_async.tiers.object.maintenance import ObjectMaintenance
 
 NAMESPACE = "0" * 32
@@ -101,3 +102,21 @@ def test_a_conditional_write_refused_for_an_object_that_is_not_there_blames_no_o
             assert "refused twice" in str(error)
             assert "there is none" in str(error)
             assert "another host" not in str(error)
+
+
+def test_a_server_that_lists_from_the_start_again_ends_a_listing_in_pages():
+    names = [f"{NAMESPACE}/000/00_g0", f"{NAMESPACE}/001/01_g0"]
+
+    def answer(request):
+        page = page_of(*names).replace(b"true", b"false")
+        request.reply(
+            200, page.replace(b"<NextContinuationToken>same</NextContinuationToken>", b"")
+        )
+
+    async def pages():
+        client = ObjectClient(s3_at(server).open(), NAMESPACE, {})
+        _, cursor = await client.list_keys(None, 2)
+        return cursor, await client.list_keys(cursor, 2)
+
+    with ScriptedServer(answer) as server:
+        assert asyncio.run(pages()) == ("001/01_g0", ([], None))
