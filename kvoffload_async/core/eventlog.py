@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from enum import Enum, auto
-from itertools import groupby, islice
-from operator import itemgetter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from enum import IntEnum, auto
+from itertools import islice
 from typing import Final, NamedTuple
 
-from kvoffload_async.tables.keymap import KeyMap
+from kvoffload_async.tables.keymap import LAST_HASH_BYTE, KeyMap
 from kvoffload_async.types import Locality, Medium, OffloadingEvent, OffloadKey
 
 KEYS_PER_EVENT: Final = 1024
 
 
-class Change(Enum):
+class Change(IntEnum):
     """Kind of an event."""
 
     STORED = auto()
@@ -24,7 +24,7 @@ class Change(Enum):
     """A failed write released its bookkeeping; the block was never readable."""
 
 
-_CANCELLED: Final = {
+_CANCELLED: Final[Mapping[tuple[int | None, Change], Change | None]] = {
     (Change.REMOVED, Change.STORED): None,
     (Change.STORED, Change.REMOVED): Change.RELEASED,
     (Change.REMOVED, Change.RELEASED): Change.REMOVED,
@@ -40,15 +40,16 @@ class _Entry(NamedTuple):
 class EventLog:
     """Collects events for one medium.
 
-    If too many keys wait to be read, a log that follows every block replaces the changes of each
-    block by one: the events still lead to the contents, and their number is limited by the blocks
-    of the medium and of the reader. Other logs drop their oldest events.
+    If too many keys wait to be read, a log that follows every block replaces the oldest changes of
+    each block by one: the events still lead to the contents, and their number is limited by the
+    blocks of the medium and of the reader. Each `add` replaces about as many as it appends. Other
+    logs drop their oldest events.
 
     Events are numbered when they are taken. A dropped event consumes a number, so that a reader can
     detect the gap.
 
     Attributes:
-        entries: The collected events, not yet numbered.
+        entries: The collected events, not yet numbered; not empty if any change is unread.
         medium: Medium of the blocks.
         locality: Locality of the medium.
         ownership: Name of the tier, None for the primary; applies to events taken from now on.
@@ -82,8 +83,8 @@ class EventLog:
             remembers: Track announced blocks to suppress repeated events: a block is announced
                 as stored once until it is removed, and then as removed once. Costs a table entry
                 per block.
-            bound: Maximum number of unread keys before changes are replaced or dropped; the latest
-                event is kept whatever its size.
+            bound: Maximum number of unread keys before changes are replaced or dropped, and of
+                released blocks among the replaced; the latest event is kept whatever its size.
         """
         self.ownership = ownership
         self.shared_store: str | None = None
@@ -96,10 +97,13 @@ class EventLog:
         self.announced = KeyMap() if enabled and remembers else None
         self._epoch = 0
         self._bound = bound
-        self._limit = bound
-        """`_bound`, or more while the unread changes of distinct blocks are more."""
+        self._merged: KeyMap | None = None
+        """Block -> the change that replaces those before its changes in `entries`."""
+        self._num_released = 0
+        """Number of `RELEASED` in `_merged`."""
         self.entries: deque[_Entry] = deque()
         self._num_keys = 0
+        """Number of keys in `entries`."""
         self.is_behind = False
         self._sequence = 0
 
@@ -118,14 +122,13 @@ class EventLog:
                 news = self.announced.change(news, self._epoch)
             else:
                 news = self.announced.discard_present(news)
-        self._append(news, change)
-        if self._num_keys <= self._limit:
-            return
         if self._follows_every_block:
-            if len(news) <= self._limit:  # else few of them are repeated
-                self._cancel()
-            self._limit = max(self._bound, 2 * self._num_keys)
-        while self._num_keys > self._limit and len(self.entries) > 1:
+            if self._num_keys > self._bound:
+                self._merge(len(news))
+            self._append(news, change)
+            return
+        self._append(news, change)
+        while self._num_keys > self._bound and len(self.entries) > 1:
             self._num_keys -= len(self.entries.popleft().keys)
             self.dropped += 1
             self._sequence += 1
@@ -153,6 +156,8 @@ class EventLog:
             max_keys: Number of keys after which further events wait for the next call.
         """
         entries = self.entries
+        if self._merged is not None:
+            self._put_back(self._merged, sys.maxsize if max_keys is None else max_keys)
         least = 0 if max_keys is None else max(0, self._num_keys - max_keys)
         events: list[OffloadingEvent] = []
         while self._num_keys > least:
@@ -165,8 +170,6 @@ class EventLog:
             self._sequence += 1
             events.append(self._event(keys, change))
         self.is_behind = bool(entries)
-        if not entries:
-            self._limit = self._bound
         return iter(events)
 
     def contents(self, keys: Iterable[OffloadKey]) -> Iterator[OffloadingEvent]:
@@ -199,15 +202,36 @@ class EventLog:
             self.entries.append(_Entry(keys[first : first + KEYS_PER_EVENT], change))
         self._num_keys += len(keys)
 
-    def _cancel(self) -> None:
-        """Replace the unread changes of each block by one; none if the reader misses nothing."""
-        latest: dict[OffloadKey, Change] = {}
-        for keys, change in self.entries:
+    def _merge(self, num_keys: int) -> None:
+        """Replace the oldest changes in `entries`, of `num_keys` keys or a few more."""
+        if self._merged is None:
+            self._merged = KeyMap()
+        parts = self._merged.parts
+        while self._num_keys > self._bound and num_keys > 0:
+            keys, change = self.entries.popleft()
+            self._num_keys -= len(keys)
+            num_keys -= len(keys)
             for key in keys:
-                replacement = _CANCELLED.get((latest.pop(key, change), change), change)
+                part = parts[key[0] + key[LAST_HASH_BYTE]]
+                before = part.pop(key, None)
+                self._num_released -= before == Change.RELEASED
+                replacement = _CANCELLED.get((before, change), change)
+                if replacement is Change.RELEASED:
+                    if self._num_released >= self._bound:
+                        continue  # without it, the events lead to the contents, too
+                    self._num_released += 1
                 if replacement is not None:
-                    latest[key] = replacement
-        self.entries.clear()
-        self._num_keys = 0
-        for change, changed in groupby(latest.items(), itemgetter(1)):
-            self._append([key for key, _ in changed], change)
+                    part[key] = replacement
+
+    def _put_back(self, merged: KeyMap, num_keys: int) -> None:
+        """Put up to `num_keys` of the merged changes in front of `entries`."""
+        portion = merged.pop(num_keys)
+        if len(portion) < num_keys:
+            self._merged = None
+        for change in Change:
+            keys = [key for key, merged_change in portion if merged_change == change]
+            for first in range(0, len(keys), KEYS_PER_EVENT):
+                self.entries.appendleft(_Entry(keys[first : first + KEYS_PER_EVENT], change))
+            if change is Change.RELEASED:
+                self._num_released -= len(keys)
+        self._num_keys += len(portion)

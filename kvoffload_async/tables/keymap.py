@@ -124,6 +124,17 @@ class KeyMap(Collection[OffloadKey]):
             key for key in keys if parts[key[0] + key[LAST_HASH_BYTE]].pop(key, None) is not None
         ]
 
+    def pop(self, count: int) -> list[tuple[OffloadKey, int]]:
+        """Remove and return `count` keys, or all that are left, each with its integer."""
+        popped: list[tuple[OffloadKey, int]] = []
+        for part in filter(None, self.distinct):
+            if len(part) <= count - len(popped):
+                popped += part.items()
+                part.clear()  # unlike `popitem`, it frees the memory
+            while part and len(popped) < count:
+                popped.append(part.popitem())
+        return popped
+
     def change(self, keys: Iterable[OffloadKey], number: int) -> list[OffloadKey]:
         """Set keys to one integer; return those that had another integer or were absent."""
         parts = self.parts

@@ -285,11 +285,84 @@ S, R, X = Change
     ],
 )
 def test_unread_changes_of_a_block_are_replaced_by_one(changes, left):
-    log = log_of(announces_removals=True)
+    log = log_of(announces_removals=True, bound=1)
     for change in changes:
         log.add(ks("a"), change)
-    log._cancel()
-    assert [(event[1], event[2]) for event in taken(log)] == left
+    for _ in range(len(changes) + 1):
+        log.add(ks("b"), Change.STORED)
+    events = [event for event in taken(log) if k("a") in event[0]]
+    assert [(event[1], event[2]) for event in events] == left
+
+
+class CountedKey(bytes):
+    """A key that counts the operations of tables with it and its equals."""
+
+    operations = 0
+
+    def __hash__(self):
+        type(self).operations += 1
+        return super().__hash__()
+
+
+@pytest.mark.parametrize("remembers", [False, True])
+def test_a_change_costs_the_same_however_many_wait_to_be_read(remembers):
+    log = log_of(bound=1000, announces_removals=True, remembers=remembers)
+    worst = 0
+    for first in range(0, 6000, 10):
+        CountedKey.operations = 0
+        log.add([CountedKey(key) for key in ks(range(first, first + 10))], Change.STORED)
+        log.add([CountedKey(key) for key in ks(range(first, first + 10))], Change.REMOVED)
+        worst = max(worst, CountedKey.operations)
+    assert worst <= 20 * 8
+
+
+@pytest.mark.parametrize("remembers", [False, True])
+def test_blocks_that_came_and_went_unread_take_no_memory_for_ever(remembers):
+    log = log_of(bound=100, announces_removals=True, remembers=remembers)
+    log.add(ks(range(50)), Change.STORED)
+    for first in range(50, 20_000, 10):
+        log.add(ks(range(first, first + 10)), Change.STORED)
+        log.add(ks(range(first, first + 10)), Change.REMOVED)
+    read = set()
+    num_keys = 0
+    for event in log.take(lambda _: False):
+        num_keys += len(event.keys)
+        if event.removed:
+            read.difference_update(event.keys)
+        else:
+            read.update(event.keys)
+    assert read == set(ks(range(50)))
+    assert num_keys <= 100 + 100 + 10 + 60, "unread, released, of one batch, and the contents"
+    assert not log.dropped
+
+
+def test_a_released_block_that_comes_and_goes_leaves_room_for_others():
+    log = log_of(bound=2, announces_removals=True)
+    for _ in range(10):
+        for change in (Change.STORED, Change.REMOVED):
+            log.add(ks("a"), change)
+    log.add(ks("bcde"), Change.RELEASED)
+    log.add(ks("fg"), Change.STORED)
+    assert log._num_released <= 2
+    taken(log)
+    assert log._num_released == 0
+    assert log._merged is None
+
+
+def test_a_reader_in_parts_gets_merged_changes_before_later_ones():
+    log = log_of(bound=2, announces_removals=True)
+    log.add(ks("abcd"), Change.STORED)
+    log.add(ks("ab"), Change.REMOVED)
+    log.add(ks("ef"), Change.STORED)
+    read = []
+    while not read or log.is_behind:
+        read += list(log.take(lambda _: False, 1))
+        assert len(read) < 10
+    left = set()
+    for event in read:
+        left = left - set(event.keys) if event.removed else left | set(event.keys)
+    assert left == set(ks("cdef"))
+    assert [event.sequence for event in read] == [*range(1, len(read) + 1)]
 
 
 def test_events_have_a_limited_size_and_a_reader_may_take_a_part():

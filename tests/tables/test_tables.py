@@ -43,7 +43,7 @@ some_keys = st.lists(st.sampled_from(K), unique=True, max_size=6)
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from(["update", "fill", "discard", "discard_present", "change"]),
+            st.sampled_from(["update", "fill", "discard", "discard_present", "change", "pop"]),
             some_keys,
         )
     )
@@ -57,6 +57,11 @@ def test_a_map_is_a_dictionary(steps):
             assert getattr(found, what)(keys) in (None, there)
             for key in keys:
                 model.pop(key, None)
+            continue
+        if what == "pop":
+            popped = found.pop(len(keys))
+            assert len(popped) == min(len(keys), len(model))
+            assert all(model.pop(key) == number for key, number in popped)
             continue
         if what == "change":
             other = [key for key in keys if model.get(key) != 7]
