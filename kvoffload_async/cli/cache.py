@@ -43,6 +43,7 @@ def cache(
     place: Annotated[
         list[str] | None,
         typer.Option(
+            metavar="NAME",
             help="Name of a tier, or primary; repeat it for several. By default all, for `list` "
             "the primary; `clear` needs tiers, `copy` a tier, `move` the source and then a tier.",
             show_default=False,
@@ -50,7 +51,9 @@ def cache(
     ] = None,
     group: Annotated[
         list[int] | None,
-        typer.Option(help="KV-cache group of the hashes; repeat it for several. Default: 0."),
+        typer.Option(
+            metavar="N", help="KV-cache group of the hashes; repeat it for several. Default: 0."
+        ),
     ] = None,
     duration: Annotated[
         float, typer.Option(metavar="SECONDS", help="How long `pin` keeps the blocks.")

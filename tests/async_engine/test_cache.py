@@ -7,6 +7,7 @@ from async_engine.worlds import (
     FAR_S,
     PROBED,
     SCRIPTED,
+    found,
     hashes,
     jump,
     key,
@@ -20,11 +21,6 @@ from scripted_tier import Operation
 from kvoffload_async.async_engine.surface import OffloadEngine
 from kvoffload_async.core.pins import MOST_PIN_S
 from kvoffload_async.errors import ClosedError, StateError, TierUnavailableError
-
-
-async def found(world, text, name="reader"):
-    async with world.engine.request(name, hashes(text)) as request:
-        return await world.during(world.engine.lookup(request))
 
 
 @on_loop

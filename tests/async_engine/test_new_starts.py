@@ -7,6 +7,7 @@ from async_engine.worlds import (
     FAR_S,
     SCRIPTED,
     SLOT_BYTES,
+    found,
     hashes,
     jump,
     on_loop,
@@ -17,12 +18,6 @@ from async_engine.worlds import (
 from scripted_tier import Operation
 
 from kvoffload_async.errors import ClosedError, ConfigError, InvalidatedError
-
-
-async def found(world, text, name="reader"):
-    async with world.engine.request(name, hashes(text)) as request:
-        return await world.during(world.engine.lookup(request))
-
 
 # -- reset --------------------------------------------------------------------------------------
 

@@ -341,3 +341,9 @@ async def only_in_the_tier(world, text):
     slots = world.core.primary.num_slots
     await world.put("Z" * slots, "pusher")
     assert not any(world.core.primary.lookup(key(text[:i])).name == "HIT" for i in (1, len(text)))
+
+
+async def found(world, text, name="reader"):
+    """Return how many blocks of a prompt a new request finds."""
+    async with world.engine.request(name, hashes(text)) as request:
+        return await world.during(world.engine.lookup(request))
