@@ -182,7 +182,7 @@ def test_a_probe_is_outstanding_until_it_is_answered(world):
 
 def test_events_that_nobody_reads_are_counted(world):
     here = world(PROBED)
-    here.secondaries[0].tier_state.event_log._limit = 1
+    here.secondaries[0].tier_state.event_log._bound = 1
     for number in range(3):
         here.store(number)
     here.rest()
