@@ -102,7 +102,6 @@ def test_requests_far_apart_do_not_wait(command, engine):
     assert report["requests"] == 3
     assert report["hits"]["primary"] == 2
     assert report["tiers"]["example"]["prefetched_blocks"] == 0
-    assert report["wall_s"] > 0.1
 
 
 @pytest.mark.parametrize("engine", ["sync", "async"])
