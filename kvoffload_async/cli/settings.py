@@ -58,7 +58,7 @@ MAX_CONCURRENT: Final = 1 << 16
 MAX_BLOCKS_PER_CHUNK: Final = 1 << 16
 PER_CHUNK: Final = (
     "Offload each N consecutive blocks of the trace as one block; what remains of a prompt is not "
-    "offloaded. Default: 1."
+    "offloaded."
 )
 BUILT_IN_TIER = "fs"
 BUILT_IN_PASSES = 2
@@ -80,7 +80,7 @@ class ReplayFlags(CommandOptions):
         None, "Size of one offloaded block. Default: 16KiB.", metavar="SIZE"
     )
     blocks_per_chunk: int | None = flag(
-        None, PER_CHUNK, metavar="N", min=1, max=MAX_BLOCKS_PER_CHUNK
+        None, f"{PER_CHUNK} Default: 1.", metavar="N", min=1, max=MAX_BLOCKS_PER_CHUNK
     )
     policy: str | None = flag(
         None, "Eviction policy of the primary tier. Default: lru.", metavar="lru|arc|hd"

@@ -41,7 +41,7 @@ from kvoffload_async.types import OffloadKey
 logger = logging.getLogger(__name__)
 
 _SMALL_BYTES: Final = 256 << 10
-"""A PUT to S3 costs as much as storing 217 kB for a month."""
+"""A PUT to S3 costs as much as storing 228 KiB for a month."""
 _SCHEMES: Final = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "file")
 _MAX_OPTIONS_BYTES: Final = 64 << 10
 
