@@ -74,6 +74,7 @@ def test_a_picture_is_drawn(command, tmp_path):
         ('{"hash_ids": [1]}\n', ("--arrivals", "2"), "--arrivals: nothing can be prefetched; give"),
         ('{"hash_ids": [1]}\n', (*TIER, "--arrivals", "2"), "line 1: it has no"),
         ('{"hash_ids": [1]}\n', ("--capacity", "0"), "--capacity '0' is not valid"),
+        ('{"hash_ids": [1]}\n', ("--blocks-per-chunk", "2"), "or a smaller --blocks-per-chunk"),
         ('{"hash_ids": [1]}\n', ("--policy", "mru"), "eviction_policy: 'mru' is unknown"),
     ],
 )
