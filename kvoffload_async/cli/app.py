@@ -171,9 +171,10 @@ def replay(given: ReplayFlags) -> None:
 
 def open_requests(given: ReplayFlags) -> RequestSource:
     """Return the requests of a trace, or those of the built-in workload."""
+    per_chunk = given.blocks_per_chunk or 1
     if given.trace is None:
-        return ChatWorkload(given.limit)
-    return TraceFile(given.trace, given.limit)
+        return ChatWorkload(given.limit, blocks_per_chunk=per_chunk)
+    return TraceFile(given.trace, given.limit, per_chunk)
 
 
 def _runtime_of(device: str) -> DeviceRuntime | None:

@@ -55,6 +55,11 @@ MODEL = "replay"
 BUILT_IN_PRIMARY_BLOCKS = 256
 TRACE_PRIMARY_BLOCKS = 10_000
 MAX_CONCURRENT: Final = 1 << 16
+MAX_BLOCKS_PER_CHUNK: Final = 1 << 16
+PER_CHUNK: Final = (
+    "Offload each N consecutive blocks of the trace as one block; what remains of a prompt is not "
+    "offloaded."
+)
 BUILT_IN_TIER = "fs"
 BUILT_IN_PASSES = 2
 
@@ -71,7 +76,12 @@ class ReplayFlags(CommandOptions):
     primary_blocks: int | None = flag(
         None, "Capacity of the primary tier, in blocks.", metavar="N", min=1
     )
-    block_bytes: str | None = flag(None, "Size of one block. Default: 16KiB.", metavar="SIZE")
+    block_bytes: str | None = flag(
+        None, "Size of one offloaded block. Default: 16KiB.", metavar="SIZE"
+    )
+    blocks_per_chunk: int | None = flag(
+        None, f"{PER_CHUNK} Default: 1.", metavar="N", min=1, max=MAX_BLOCKS_PER_CHUNK
+    )
     policy: str | None = flag(
         None, "Eviction policy of the primary tier. Default: lru.", metavar="lru|arc|hd"
     )
@@ -204,6 +214,8 @@ def resolve(flags: ReplayFlags, scratch: ScratchFolder) -> TieringOffloadingSpec
     config = read_config(flags.config) if flags.config else {}
     if flags.block_bytes is not None:
         config["block_bytes"] = parse_size_bytes(flags.block_bytes, "--block-bytes")
+    if flags.blocks_per_chunk is not None:
+        config["blocks_per_chunk"] = flags.blocks_per_chunk
     if flags.policy is not None:
         config["eviction_policy"] = flags.policy
     if flags.tiers:

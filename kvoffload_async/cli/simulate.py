@@ -22,7 +22,7 @@ from kvoffload_async.cli.output import (
     publish,
 )
 from kvoffload_async.cli.replay_report import PLOT
-from kvoffload_async.cli.settings import MAX_CONCURRENT
+from kvoffload_async.cli.settings import MAX_BLOCKS_PER_CHUNK, MAX_CONCURRENT, PER_CHUNK
 from kvoffload_async.config import one_of
 from kvoffload_async.config import shown as abbreviated
 from kvoffload_async.errors import InputError
@@ -47,6 +47,7 @@ class SimulateOptions(CommandOptions):
         "distinct blocks.",
         metavar="N,...",
     )
+    blocks_per_chunk: int = flag(1, PER_CHUNK, metavar="N", min=1, max=MAX_BLOCKS_PER_CHUNK)
     tier_blocks: int | None = flag(
         None,
         "Add an LRU tier of N blocks below the primary; the column `writes` then counts blocks "
@@ -100,7 +101,7 @@ def simulate(given: SimulateOptions) -> None:
         if given.arrivals is not None and given.tier_blocks is None:
             raise InputError("--arrivals: nothing can be prefetched; give --tier-blocks, too")
         traffic: Traffic | None = None
-        with closing(TraceFile(given.trace)) as trace:
+        with closing(TraceFile(given.trace, None, given.blocks_per_chunk)) as trace:
             requests: Iterable[Sequence[int]] = trace
             if given.arrivals is not None:
                 traffic = Traffic(list(trace.arrivals()), given.arrivals, given.concurrency)

@@ -516,8 +516,8 @@ def simulate(
 def _require_blocks(trace: Sequence[Sequence[int]], first: int, *, warm_half: bool) -> None:
     if not any(trace[first:]) or (warm_half and not first):
         raise InputError(
-            f"a trace of {len(trace)} requests leaves no block to count; give a longer one"
-            + (", or omit --warm-half" if warm_half else "")
+            f"a trace of {len(trace)} requests leaves no block to count; give a longer one or "
+            "a smaller --blocks-per-chunk" + (", or omit --warm-half" if warm_half else "")
         )
 
 

@@ -15,7 +15,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -45,14 +45,19 @@ class Arrival:
 
 
 class RequestSource(ABC):
-    """A stream of requests, optionally cut after the first `limit`."""
+    """A stream of requests, optionally cut after the first `limit`.
 
-    def __init__(self, limit: int | None = None) -> None:
+    With `blocks_per_chunk`, a request's ids are those of its full chunks; the rest of its prompt is
+    left out. The last block's id stands for the chunk: equal ids mean equal prefixes.
+    """
+
+    def __init__(self, limit: int | None = None, blocks_per_chunk: int = 1) -> None:
         self._limit = limit
+        self._per_chunk = blocks_per_chunk
         self._taken = 0
 
     def __iter__(self) -> Iterator[Sequence[int]]:
-        return self._counted(self._requests())
+        return self._counted(map(self._chunks, self._requests()))
 
     def arrivals(self) -> Iterator[Arrival]:
         """Yield the requests with their times of arrival, instead of iterating over them.
@@ -60,7 +65,10 @@ class RequestSource(ABC):
         Raises:
             InputError: A request has no time, or one before that of its predecessor.
         """
-        return self._counted(self._arrivals())
+        return self._counted(
+            replace(arrival, block_ids=self._chunks(arrival.block_ids))
+            for arrival in self._arrivals()
+        )
 
     def close(self) -> None:  # noqa: B027 - most hold no resources
         """Release the source's resources."""
@@ -83,6 +91,9 @@ class RequestSource(ABC):
         """Yield all requests with their times of arrival; raises InputError if they have none."""
         raise InputError("--arrivals: these requests have no timestamps; give a trace with them")
 
+    def _chunks(self, block_ids: Sequence[int]) -> Sequence[int]:
+        return block_ids[self._per_chunk - 1 :: self._per_chunk]
+
     def _counted(self, requests: Iterator[T]) -> Iterator[T]:
         for request in islice(requests, self._limit):
             self._taken += 1
@@ -103,13 +114,13 @@ MAX_LINE_BYTES = 16 * 1024 * 1024
 class TraceFile(RequestSource):
     """A trace file, read line by line during the replay, so pipes work. Open until `close`."""
 
-    def __init__(self, path: Path, limit: int | None = None) -> None:
+    def __init__(self, path: Path, limit: int | None = None, blocks_per_chunk: int = 1) -> None:
         """Open the trace file.
 
         Raises:
             InputError: It cannot be read.
         """
-        super().__init__(limit)
+        super().__init__(limit, blocks_per_chunk)
         self._path = path
         self._read_bytes = 0
         try:
@@ -131,7 +142,7 @@ class TraceFile(RequestSource):
         """
         if not self._is_regular or str(self._path) == STDIN:
             return None
-        with closing(TraceFile(self._path, self._limit)) as trace:
+        with closing(TraceFile(self._path, self._limit, self._per_chunk)) as trace:
             return max(map(len, trace), default=0)
 
     def _requests(self) -> Iterator[Sequence[int]]:
@@ -268,12 +279,15 @@ class _Conversation:
 class ChatWorkload(RequestSource):
     """`NUM_REQUESTS` turns of several conversations; deterministic for a seed."""
 
-    def __init__(self, limit: int | None = None, seed: int = DEFAULT_SEED) -> None:
-        super().__init__(NUM_REQUESTS if limit is None else min(limit, NUM_REQUESTS))
+    def __init__(
+        self, limit: int | None = None, seed: int = DEFAULT_SEED, blocks_per_chunk: int = 1
+    ) -> None:
+        most = NUM_REQUESTS if limit is None else min(limit, NUM_REQUESTS)
+        super().__init__(most, blocks_per_chunk)
         self._seed = seed
 
     def most_blocks(self) -> int:
-        return max(SYSTEM_PROMPT_BLOCKS) + _TURNS[1] * _GROWTH_BLOCKS[1]
+        return (max(SYSTEM_PROMPT_BLOCKS) + _TURNS[1] * _GROWTH_BLOCKS[1]) // self._per_chunk
 
     def _requests(self) -> Iterator[Sequence[int]]:
         rng = random.Random(self._seed)  # noqa: S311 - reproducible, and no secret

@@ -62,6 +62,21 @@ def test_an_unlimited_tier_makes_up_for_a_small_primary(command, policy, concurr
     assert report["job_failures"] == report["corrupt_blocks"] == report["leaked_pins"] == 0
 
 
+def test_with_four_blocks_per_chunk_a_tier_is_given_and_asked_for_a_quarter_of_the_blocks(command):
+    moved = {}
+    for per_chunk in (1, 4):
+        report = command.figures(
+            *("--tier", "example", "--limit", 120, "--primary-blocks", 256 // per_chunk),
+            *("--blocks-per-chunk", per_chunk),
+        )
+        tier = report["tiers"]["example"]
+        moved[per_chunk] = tier["stored_blocks"] + tier["loaded_blocks"]
+        full_chunks = [len(blocks) // per_chunk for blocks in ChatWorkload(120)]
+        assert report["block_refs"] == sum(full_chunks)
+        assert report["corrupt_blocks"] == 0
+    assert 0 < 4 * moved[4] <= moved[1]
+
+
 def test_the_built_in_workload_is_the_same_every_time(command):
     def repeatable(report):
         timing = ("wall_s", "block_refs_per_s", "owner_us_per_step", "steps")

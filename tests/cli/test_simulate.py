@@ -34,6 +34,14 @@ def test_the_table_and_the_least_capacity_are_printed(command):
     assert "40 requests" in shown
 
 
+def test_blocks_of_the_trace_form_chunks(command):
+    options = ("--capacity", "90", "--tier-blocks", "500", "--json", "-")
+    chunks = command.trace([blocks[3::4] for blocks in TRACE])
+    expected = command.run("simulate", chunks, *options).stdout
+    shown = command.run("simulate", command.trace(TRACE), *options, "--blocks-per-chunk", 4)
+    assert shown.stdout == expected
+
+
 def test_a_traffic_is_simulated_without_prefetch_and_with_it(command):
     requests = ({"timestamp": 50 * n, "hash_ids": list(ids)} for n, ids in enumerate(TRACE))
     trace = command.file("\n".join(map(json.dumps, requests)), "timed.jsonl")
@@ -66,6 +74,7 @@ def test_a_picture_is_drawn(command, tmp_path):
         ('{"hash_ids": [1]}\n', ("--arrivals", "2"), "--arrivals: nothing can be prefetched; give"),
         ('{"hash_ids": [1]}\n', (*TIER, "--arrivals", "2"), "line 1: it has no"),
         ('{"hash_ids": [1]}\n', ("--capacity", "0"), "--capacity '0' is not valid"),
+        ('{"hash_ids": [1]}\n', ("--blocks-per-chunk", "2"), "or a smaller --blocks-per-chunk"),
         ('{"hash_ids": [1]}\n', ("--policy", "mru"), "eviction_policy: 'mru' is unknown"),
     ],
 )

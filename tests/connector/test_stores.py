@@ -1,7 +1,19 @@
 """Stores: which chunks are offered when, what a refusal means, and the last chunk of a request."""
 
 import pytest
-from connector.worlds import REQUEST_LEVEL, Desk, Request, Scripted, blocks_of, key, keys, only
+from connector.worlds import (
+    REQUEST_LEVEL,
+    TOKENS_PER_HASH,
+    Desk,
+    Request,
+    Scripted,
+    blocks_of,
+    key,
+    keys,
+    only,
+)
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvoffload_async.facade.connector.protocol import NULL_BLOCK, KVGroup
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
@@ -167,6 +179,42 @@ def test_chunks_without_blocks_or_keys_are_not_stored():
     desk.allocate(request, [1, 2])
     _, job = only(desk.step({request: 17}).store_jobs)
     assert blocks_of(job) == [1, 2]
+
+
+@given(
+    per_chunk=st.integers(1, 4),
+    prompt=st.integers(0, 9),
+    steps=st.lists(st.integers(1, 13), max_size=12),
+    is_preempted_at=st.integers(0, 12),
+)
+def test_a_growing_request_stores_each_chunk_once_and_none_before_it_is_full(
+    per_chunk, prompt, steps, is_preempted_at
+):
+    options = {"blocks_per_chunk": per_chunk, "offload_prompt_only": False}
+    desk = Desk(num_slots=64, options=options)
+    request = Request("r", "a" * prompt)
+    desk.ask(request)
+    desk.allocate(request, list(range(1, 64)))
+    stored, total = [], 0
+    for number, tokens in enumerate(steps):
+        while total + tokens > request.num_tokens:
+            request.output += "b"
+        meta = desk.step({request: tokens})
+        total += tokens
+        stored += [len(job.host.block_ids) for job in meta.store_jobs.values()]
+        desk.report(*meta.store_jobs)
+        assert sum(stored) == total // (TOKENS_PER_HASH * per_chunk)
+        if number == is_preempted_at:  # it is computed again from the start
+            desk.step(preempted=["r"])
+            request.num_computed_tokens = 0
+            desk.ask(request)
+            desk.allocate(request, list(range(64, 127)))
+            desk.step({request: total})
+    desk.end(request)
+    assert not desk.step().store_jobs
+    text = request.text + request.output
+    whole = range(per_chunk, total // TOKENS_PER_HASH + 1, per_chunk)
+    assert resident(desk) == {key(text[:end]) for end in whole}
 
 
 def test_half_a_window_is_no_chunk_and_counts_no_blocks():

@@ -42,6 +42,28 @@ def test_a_configuration_is_checked_without_a_server(config):
     assert not location.is_exclusive
 
 
+@pytest.mark.parametrize(
+    ("block_bytes", "url", "is_warned"),
+    [
+        ("64KiB", "s3://bucket", True),
+        ("252KiB", "s3://bucket", True),
+        ("256KiB", "s3://bucket", False),
+        ("64KiB", "file:///srv/kv", False),
+        ("64KiB", "valkey://host", False),
+    ],
+)
+def test_blocks_below_256_kib_in_an_object_store_are_warned_of(
+    block_bytes, url, is_warned, tmp_path, caplog
+):
+    tier = {"type": "valkey" if url.startswith("valkey") else "object", "url": url}
+    config = {"cpu_bytes_to_use": "1MiB", "block_bytes": block_bytes, "secondary_tiers": [tier]}
+    path = tmp_path / "kv.json"
+    path.write_text(json.dumps(config | {"model": "org/model"}))
+    result = CliRunner().invoke(app, ["check-config", str(path)])
+    assert result.exit_code == 0, result.output
+    assert ("raise blocks_per_chunk" in caplog.text) is is_warned
+
+
 @pytest.mark.parametrize("base", [VALKEY, OBJECT])
 @pytest.mark.parametrize(
     ("key", "value"),

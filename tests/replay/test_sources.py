@@ -1,5 +1,6 @@
 """Where requests come from: the built-in workload, and traces."""
 
+import contextlib
 import json
 import os
 
@@ -49,6 +50,19 @@ class TestWorkload:
         assert source.fraction_done == 0.25
 
 
+def test_a_chunk_of_several_blocks_is_named_by_its_last_and_a_prompts_rest_is_left_out(command):
+    trace = command.trace([[1, 2, 3, 4, 5], [1, 2, 6], [], [7], [1, 2, 3, 8]])
+    with contextlib.closing(TraceFile(trace, 4, 2)) as source:
+        assert source.most_blocks() == 2
+        assert list(source) == [[2, 4], [2], [], []]
+    assert arrivals_of(command, {"timestamp": 1, "hash_ids": [1, 2, 3]}, blocks_per_chunk=2) == [
+        Arrival(0.0, [2])
+    ]
+    chats = ChatWorkload(60, blocks_per_chunk=4)
+    assert list(chats) == [blocks[3::4] for blocks in ChatWorkload(60)]
+    assert chats.most_blocks() == ChatWorkload().most_blocks() // 4
+
+
 def test_a_trace_tells_how_far_it_is(command):
     source = TraceFile(command.trace([[1], [2]]))
     fractions = [source.fraction_done for _ in source]
@@ -73,10 +87,10 @@ def test_a_read_error_is_bad_input(command):
         source.close()
 
 
-def arrivals_of(command, *requests, limit=None):
+def arrivals_of(command, *requests, **options):
     """Return the arrivals of a trace of (timestamp, other keys)."""
     lines = (json.dumps({"hash_ids": [1], **request}) for request in requests)
-    source = TraceFile(command.file("\n".join(lines)), limit)
+    source = TraceFile(command.file("\n".join(lines)), **options)
     try:
         return list(source.arrivals())
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -37,6 +38,10 @@ from kvoffload_async.tiers.remote.settings import (
 from kvoffload_async.tiers.remote.tier import RemoteTier
 from kvoffload_async.types import OffloadKey
 
+logger = logging.getLogger(__name__)
+
+_SMALL_BYTES: Final = 256 << 10
+"""A PUT to S3 costs as much as storing 228 KiB for a month."""
 _SCHEMES: Final = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "adl", "file")
 _MAX_OPTIONS_BYTES: Final = 64 << 10
 
@@ -132,6 +137,7 @@ class ObjectOptions(RemoteSettings):
             self._given()
         else:
             self.open()
+            _warn_of_small_blocks(identity.block_bytes)
         self.warn_of_large_blocks("object", identity.block_bytes)
         return [TierLocation(self.url, is_exclusive=False, key="url")]
 
@@ -167,6 +173,17 @@ class ObjectOptions(RemoteSettings):
                 )
             given["endpoint"] = self.endpoint
         return given, parse_bool(given.pop("allow_http", False), "store_options: allow_http")
+
+
+def _warn_of_small_blocks(block_bytes: int) -> None:
+    if 0 < block_bytes < _SMALL_BYTES:  # 0: unknown
+        logger.warning(
+            "tier object: a block has %d bytes, and each one costs requests; make blocks of at "
+            "least %d bytes: raise blocks_per_chunk, under SGLang page_size, under LMCache "
+            "chunk_size",
+            block_bytes,
+            _SMALL_BYTES,
+        )
 
 
 def _secrets(options: Mapping[str, str | bool]) -> list[str]:
