@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum, auto
 from itertools import islice
@@ -104,6 +104,10 @@ class EventLog:
         self.entries: deque[_Entry] = deque()
         self._num_keys = 0
         """Number of keys in `entries`."""
+        self._unread_stores: Counter[OffloadKey] = Counter()
+        """Block -> number of its `STORED` in `entries`; empty unless `is_behind`."""
+        self._held: set[OffloadKey] = set()
+        """Blocks whose removal was taken and is not returned before their next event."""
         self.is_behind = False
         self._sequence = 0
 
@@ -129,7 +133,7 @@ class EventLog:
             return
         self._append(news, change)
         while self._num_keys > self._bound and len(self.entries) > 1:
-            self._num_keys -= len(self.entries.popleft().keys)
+            self._pop()
             self.dropped += 1
             self._sequence += 1
 
@@ -149,7 +153,9 @@ class EventLog:
         """Remove and return the collected events, oldest first.
 
         The events are removed before the first is yielded, so a partly consumed iterator cannot
-        replay them. Those of released blocks omit keys that have been allocated again.
+        replay them. Those of released blocks omit keys that have been allocated again. A removal
+        is held back if a later call announces the block as stored again, and precedes that event:
+        vLLM drops its metadata of a block that is in no medium.
 
         Args:
             is_allocated: Whether a block is stored or being written now.
@@ -159,18 +165,38 @@ class EventLog:
         if self._merged is not None:
             self._put_back(self._merged, sys.maxsize if max_keys is None else max_keys)
         least = 0 if max_keys is None else max(0, self._num_keys - max_keys)
-        events: list[OffloadingEvent] = []
+        batch: list[_Entry] = []
         while self._num_keys > least:
-            keys, change = entries.popleft()
-            self._num_keys -= len(keys)
+            batch.append(self._pop())
+        was_behind, self.is_behind = self.is_behind, bool(entries)
+        if not entries:
+            self._unread_stores.clear()
+        elif not was_behind:
+            for keys, change in entries:
+                self._count(keys, change)
+        events: list[OffloadingEvent] = []
+        waits = self.will_announce
+        for keys, change in batch:
+            if change is Change.REMOVED:
+                if self.is_behind:
+                    self._held.update(filter(waits, keys))
+                    keys = [key for key in keys if key not in self._held]
+            elif self._held:
+                is_stored = change is Change.STORED
+                held = [k for k in keys if k in self._held and (is_stored or not waits(k))]
+                self._held.difference_update(held)
+                self._report(held, Change.REMOVED, events)
             if change is Change.RELEASED:
-                keys = tuple(key for key in keys if not is_allocated(key))
-                if not keys:
-                    continue
-            self._sequence += 1
-            events.append(self._event(keys, change))
-        self.is_behind = bool(entries)
+                keys = [key for key in keys if not (is_allocated(key) or waits(key))]
+            self._report(keys, change, events)
         return iter(events)
+
+    def will_announce(self, key: OffloadKey) -> bool:
+        """Return whether an event that the last `take` has left announces a block as stored."""
+        merged = self._merged
+        return key in self._unread_stores or (
+            merged is not None and merged.get(key) == Change.STORED
+        )
 
     def contents(self, keys: Iterable[OffloadKey]) -> Iterator[OffloadingEvent]:
         """Yield events that announce `keys` as the whole contents; call when no event is unread."""
@@ -197,10 +223,34 @@ class EventLog:
             restarts=restarts,
         )
 
+    def _report(
+        self, keys: Sequence[OffloadKey], change: Change, events: list[OffloadingEvent]
+    ) -> None:
+        if keys:
+            self._sequence += 1
+            events.append(self._event(keys, change))
+
     def _append(self, keys: Sequence[OffloadKey], change: Change) -> None:
         for first in range(0, len(keys), KEYS_PER_EVENT):
             self.entries.append(_Entry(keys[first : first + KEYS_PER_EVENT], change))
         self._num_keys += len(keys)
+        self._count(keys, change)
+
+    def _pop(self) -> _Entry:
+        keys, change = entry = self.entries.popleft()
+        self._num_keys -= len(keys)
+        if self.is_behind and change is Change.STORED:
+            counts = self._unread_stores
+            for key in keys:
+                if counts[key] > 1:
+                    counts[key] -= 1
+                else:
+                    del counts[key]
+        return entry
+
+    def _count(self, keys: Sequence[OffloadKey], change: Change) -> None:
+        if self.is_behind and change is Change.STORED:
+            self._unread_stores.update(keys)
 
     def _merge(self, num_keys: int) -> None:
         """Replace the oldest changes in `entries`, of `num_keys` keys or a few more."""
@@ -208,8 +258,7 @@ class EventLog:
             self._merged = KeyMap()
         parts = self._merged.parts
         while self._num_keys > self._bound and num_keys > 0:
-            keys, change = self.entries.popleft()
-            self._num_keys -= len(keys)
+            keys, change = self._pop()
             num_keys -= len(keys)
             for key in keys:
                 part = parts[key[0] + key[LAST_HASH_BYTE]]
@@ -217,7 +266,7 @@ class EventLog:
                 self._num_released -= before == Change.RELEASED
                 replacement = _CANCELLED.get((before, change), change)
                 if replacement is Change.RELEASED:
-                    if self._num_released >= self._bound:
+                    if self._num_released >= self._bound and key not in self._held:
                         continue  # without it, the events lead to the contents, too
                     self._num_released += 1
                 if replacement is not None:
@@ -230,6 +279,7 @@ class EventLog:
             self._merged = None
         for change in Change:
             keys = [key for key, merged_change in portion if merged_change == change]
+            self._count(keys, change)
             for first in range(0, len(keys), KEYS_PER_EVENT):
                 self.entries.appendleft(_Entry(keys[first : first + KEYS_PER_EVENT], change))
             if change is Change.RELEASED:

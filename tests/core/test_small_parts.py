@@ -233,12 +233,17 @@ def test_events_are_numbered_and_a_dropped_one_leaves_a_gap():
 def test_what_is_read_late_and_in_parts_from_a_log_of_every_block_is_the_contents(
     data, bound, remembers
 ):
+    """The reader describes a block from its write on, until a batch of events removes it."""
     log = log_of(bound=bound, remembers=remembers, announces_removals=True)
-    contents, read = set(), set()
+    contents, read, described = set(), set(), set()
 
     def take(max_keys):
+        removed = set()
         for event in log.take(contents.__contains__, max_keys):
             keys = set(event.keys)
+            if event.removed:
+                removed |= keys
+            assert keys <= described or event.metadata_only
             if event.metadata_only:
                 assert read.isdisjoint(keys)
             elif event.removed:
@@ -247,10 +252,12 @@ def test_what_is_read_late_and_in_parts_from_a_log_of_every_block_is_the_content
             else:
                 assert read.isdisjoint(keys)
                 read.update(keys)
+        described.difference_update(removed - read)
 
     for keys in data.draw(st.lists(st.sets(st.sampled_from("abcdef"), min_size=1), max_size=30)):
         removed = [key for key in ks(sorted(keys)) if key in contents]
         stored = [key for key in ks(sorted(keys)) if key not in contents]
+        described.update(stored)
         if data.draw(st.booleans(), "fails") and not remembers:
             log.add(stored, Change.RELEASED)
             stored = []
