@@ -174,21 +174,12 @@ class EventLog:
         elif not was_behind:
             for keys, change in entries:
                 self._count(keys, change)
-        events: list[OffloadingEvent] = []
-        waits = self.will_announce
-        for keys, change in batch:
-            if change is Change.REMOVED:
-                if self.is_behind:
-                    self._held.update(filter(waits, keys))
-                    keys = [key for key in keys if key not in self._held]
-            elif self._held:
-                is_stored = change is Change.STORED
-                held = [k for k in keys if k in self._held and (is_stored or not waits(k))]
-                self._held.difference_update(held)
-                self._report(held, Change.REMOVED, events)
-            if change is Change.RELEASED:
-                keys = [key for key in keys if not (is_allocated(key) or waits(key))]
-            self._report(keys, change, events)
+        events = []
+        for entry in batch:
+            for keys, change in self._changes(entry, is_allocated):
+                if keys:
+                    self._sequence += 1
+                    events.append(self._event(keys, change))
         return iter(events)
 
     def will_announce(self, key: OffloadKey) -> bool:
@@ -223,12 +214,24 @@ class EventLog:
             restarts=restarts,
         )
 
-    def _report(
-        self, keys: Sequence[OffloadKey], change: Change, events: list[OffloadingEvent]
-    ) -> None:
-        if keys:
-            self._sequence += 1
-            events.append(self._event(keys, change))
+    def _changes(
+        self, entry: _Entry, is_allocated: Callable[[OffloadKey], bool]
+    ) -> Iterator[_Entry]:
+        """Yield the changes to return for an entry that has been taken."""
+        keys, change = entry
+        waits, held = self.will_announce, self._held
+        if change is Change.REMOVED:
+            if self.is_behind:
+                held.update(filter(waits, keys))
+                keys = [key for key in keys if key not in held]
+        elif held:
+            is_stored = change is Change.STORED
+            due = [key for key in keys if key in held and (is_stored or not waits(key))]
+            held.difference_update(due)
+            yield _Entry(due, Change.REMOVED)
+        if change is Change.RELEASED:
+            keys = [key for key in keys if not (is_allocated(key) or waits(key))]
+        yield _Entry(keys, change)
 
     def _append(self, keys: Sequence[OffloadKey], change: Change) -> None:
         for first in range(0, len(keys), KEYS_PER_EVENT):

@@ -249,7 +249,7 @@ class PlannerDriver:
     def take_events(self, max_keys: int | None = None) -> Iterator[OffloadingEvent]:
         """Remove and return events of the primary and of every tier, oldest first for each.
 
-        Those of the primary wait until none of a tier waits, because the removal of a block from the
+        Those of the primary wait until none of a tier waits, because a block's removal from the
         primary must not precede its store in a tier.
 
         Args:

@@ -361,6 +361,8 @@ def test_a_reader_in_parts_gets_merged_changes_before_later_ones():
     log.add(ks("abcd"), Change.STORED)
     log.add(ks("ab"), Change.REMOVED)
     log.add(ks("ef"), Change.STORED)
+    assert not list(log.take(lambda _: False, 0))
+    assert all(map(log.will_announce, ks("cdef")))
     read = []
     while not read or log.is_behind:
         read += list(log.take(lambda _: False, 1))
@@ -368,6 +370,7 @@ def test_a_reader_in_parts_gets_merged_changes_before_later_ones():
     left = set()
     for event in read:
         left = left - set(event.keys) if event.removed else left | set(event.keys)
+    assert not any(map(log.will_announce, ks("cdef")))
     assert left == set(ks("cdef"))
     assert [event.sequence for event in read] == [*range(1, len(read) + 1)]
 
