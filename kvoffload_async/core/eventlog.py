@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum, auto
-from itertools import islice
+from itertools import compress, islice
 from typing import Final, NamedTuple
 
 from kvoffload_async.tables.keymap import LAST_HASH_BYTE, KeyMap
@@ -104,8 +104,8 @@ class EventLog:
         self.entries: deque[_Entry] = deque()
         self._num_keys = 0
         """Number of keys in `entries`."""
-        self._unread_stores: Counter[OffloadKey] = Counter()
-        """Block -> number of its `STORED` in `entries`; empty unless `is_behind`."""
+        self._unread_stores = KeyMap() if announces_removals and not remembers else None
+        """Block -> number of its `STORED` in `entries`; None if no removal is held back."""
         self._held: set[OffloadKey] = set()
         """Blocks whose removal was taken and is not returned before their next event."""
         self.is_behind = False
@@ -153,9 +153,10 @@ class EventLog:
         """Remove and return the collected events, oldest first.
 
         The events are removed before the first is yielded, so a partly consumed iterator cannot
-        replay them. Those of released blocks omit keys that have been allocated again. A removal
-        is held back if a later call announces the block as stored again, and precedes that event:
-        vLLM drops its metadata of a block that is in no medium.
+        replay them. Those of released blocks omit keys that have been allocated again. The
+        primary's removal of a block that a later call announces again is held back until then: vLLM
+        drops its metadata of a block that is in no medium. A block that a tier stores is in the
+        primary, so that a tier's removals need not wait.
 
         Args:
             is_allocated: Whether a block is stored or being written now.
@@ -168,12 +169,7 @@ class EventLog:
         batch: list[_Entry] = []
         while self._num_keys > least:
             batch.append(self._pop())
-        was_behind, self.is_behind = self.is_behind, bool(entries)
-        if not entries:
-            self._unread_stores.clear()
-        elif not was_behind:
-            for keys, change in entries:
-                self._count(keys, change)
+        self.is_behind = bool(entries)
         events = []
         for entry in batch:
             for keys, change in self._changes(entry, is_allocated):
@@ -183,11 +179,11 @@ class EventLog:
         return iter(events)
 
     def will_announce(self, key: OffloadKey) -> bool:
-        """Return whether an event that the last `take` has left announces a block as stored."""
-        merged = self._merged
-        return key in self._unread_stores or (
-            merged is not None and merged.get(key) == Change.STORED
-        )
+        """Return whether an unread event of the primary announces a block as stored."""
+        unread, merged = self._unread_stores, self._merged
+        if unread is None:
+            return False
+        return key in unread or (merged is not None and merged.get(key) == Change.STORED)
 
     def contents(self, keys: Iterable[OffloadKey]) -> Iterator[OffloadingEvent]:
         """Yield events that announce `keys` as the whole contents; call when no event is unread."""
@@ -221,9 +217,9 @@ class EventLog:
         keys, change = entry
         waits, held = self.will_announce, self._held
         if change is Change.REMOVED:
-            if self.is_behind:
-                held.update(filter(waits, keys))
-                keys = [key for key in keys if key not in held]
+            if self.is_behind and self._unread_stores is not None:
+                held.update(compress(keys, self._unread_stores.find(keys)))
+                keys = [key for key in keys if key not in held] if held else keys
         elif held:
             is_stored = change is Change.STORED
             due = [key for key in keys if key in held and (is_stored or not waits(key))]
@@ -237,23 +233,22 @@ class EventLog:
         for first in range(0, len(keys), KEYS_PER_EVENT):
             self.entries.append(_Entry(keys[first : first + KEYS_PER_EVENT], change))
         self._num_keys += len(keys)
-        self._count(keys, change)
+        self._count(keys, change, 1)
 
     def _pop(self) -> _Entry:
         keys, change = entry = self.entries.popleft()
         self._num_keys -= len(keys)
-        if self.is_behind and change is Change.STORED:
-            counts = self._unread_stores
-            for key in keys:
-                if counts[key] > 1:
-                    counts[key] -= 1
-                else:
-                    del counts[key]
+        self._count(keys, change, -1)
         return entry
 
-    def _count(self, keys: Sequence[OffloadKey], change: Change) -> None:
-        if self.is_behind and change is Change.STORED:
-            self._unread_stores.update(keys)
+    def _count(self, keys: Sequence[OffloadKey], change: Change, difference: int) -> None:
+        if change is not Change.STORED or self._unread_stores is None:
+            return
+        parts = self._unread_stores.parts
+        for key in keys:
+            part = parts[key[0] + key[LAST_HASH_BYTE]]
+            if number := part.pop(key, 0) + difference:
+                part[key] = number
 
     def _merge(self, num_keys: int) -> None:
         """Replace the oldest changes in `entries`, of `num_keys` keys or a few more."""
@@ -282,7 +277,7 @@ class EventLog:
             self._merged = None
         for change in Change:
             keys = [key for key, merged_change in portion if merged_change == change]
-            self._count(keys, change)
+            self._count(keys, change, 1)
             for first in range(0, len(keys), KEYS_PER_EVENT):
                 self.entries.appendleft(_Entry(keys[first : first + KEYS_PER_EVENT], change))
             if change is Change.RELEASED:
