@@ -6,7 +6,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum, auto
-from itertools import islice
+from itertools import compress, islice
 from typing import Final, NamedTuple
 
 from kvoffload_async.tables.keymap import LAST_HASH_BYTE, KeyMap
@@ -104,6 +104,10 @@ class EventLog:
         self.entries: deque[_Entry] = deque()
         self._num_keys = 0
         """Number of keys in `entries`."""
+        self._unread_stores = KeyMap() if announces_removals and not remembers else None
+        """Block -> number of its `STORED` in `entries`; None if no removal is held back."""
+        self._held: set[OffloadKey] = set()
+        """Blocks whose removal was taken and is not returned before their next event."""
         self.is_behind = False
         self._sequence = 0
 
@@ -129,7 +133,7 @@ class EventLog:
             return
         self._append(news, change)
         while self._num_keys > self._bound and len(self.entries) > 1:
-            self._num_keys -= len(self.entries.popleft().keys)
+            self._pop()
             self.dropped += 1
             self._sequence += 1
 
@@ -149,7 +153,10 @@ class EventLog:
         """Remove and return the collected events, oldest first.
 
         The events are removed before the first is yielded, so a partly consumed iterator cannot
-        replay them. Those of released blocks omit keys that have been allocated again.
+        replay them. Those of released blocks omit keys that have been allocated again. The
+        primary's removal of a block that a later call announces again is held back until then: vLLM
+        drops its metadata of a block that is in no medium. A block that a tier stores is in the
+        primary, so that a tier's removals need not wait.
 
         Args:
             is_allocated: Whether a block is stored or being written now.
@@ -159,18 +166,24 @@ class EventLog:
         if self._merged is not None:
             self._put_back(self._merged, sys.maxsize if max_keys is None else max_keys)
         least = 0 if max_keys is None else max(0, self._num_keys - max_keys)
-        events: list[OffloadingEvent] = []
+        batch: list[_Entry] = []
         while self._num_keys > least:
-            keys, change = entries.popleft()
-            self._num_keys -= len(keys)
-            if change is Change.RELEASED:
-                keys = tuple(key for key in keys if not is_allocated(key))
-                if not keys:
-                    continue
-            self._sequence += 1
-            events.append(self._event(keys, change))
+            batch.append(self._pop())
         self.is_behind = bool(entries)
+        events = []
+        for entry in batch:
+            for keys, change in self._changes(entry, is_allocated):
+                if keys:
+                    self._sequence += 1
+                    events.append(self._event(keys, change))
         return iter(events)
+
+    def will_announce(self, key: OffloadKey) -> bool:
+        """Return whether an unread event of the primary announces a block as stored."""
+        unread, merged = self._unread_stores, self._merged
+        if unread is None:
+            return False
+        return key in unread or (merged is not None and merged.get(key) == Change.STORED)
 
     def contents(self, keys: Iterable[OffloadKey]) -> Iterator[OffloadingEvent]:
         """Yield events that announce `keys` as the whole contents; call when no event is unread."""
@@ -197,10 +210,45 @@ class EventLog:
             restarts=restarts,
         )
 
+    def _changes(
+        self, entry: _Entry, is_allocated: Callable[[OffloadKey], bool]
+    ) -> Iterator[_Entry]:
+        """Yield the changes to return for an entry that has been taken."""
+        keys, change = entry
+        waits, held = self.will_announce, self._held
+        if change is Change.REMOVED:
+            if self.is_behind and self._unread_stores is not None:
+                held.update(compress(keys, self._unread_stores.find(keys)))
+                keys = [key for key in keys if key not in held] if held else keys
+        elif held:
+            is_stored = change is Change.STORED
+            due = [key for key in keys if key in held and (is_stored or not waits(key))]
+            held.difference_update(due)
+            yield _Entry(due, Change.REMOVED)
+        if change is Change.RELEASED:
+            keys = [key for key in keys if not (is_allocated(key) or waits(key))]
+        yield _Entry(keys, change)
+
     def _append(self, keys: Sequence[OffloadKey], change: Change) -> None:
         for first in range(0, len(keys), KEYS_PER_EVENT):
             self.entries.append(_Entry(keys[first : first + KEYS_PER_EVENT], change))
         self._num_keys += len(keys)
+        self._count(keys, change, 1)
+
+    def _pop(self) -> _Entry:
+        keys, change = entry = self.entries.popleft()
+        self._num_keys -= len(keys)
+        self._count(keys, change, -1)
+        return entry
+
+    def _count(self, keys: Sequence[OffloadKey], change: Change, difference: int) -> None:
+        if change is not Change.STORED or self._unread_stores is None:
+            return
+        parts = self._unread_stores.parts
+        for key in keys:
+            part = parts[key[0] + key[LAST_HASH_BYTE]]
+            if number := part.pop(key, 0) + difference:
+                part[key] = number
 
     def _merge(self, num_keys: int) -> None:
         """Replace the oldest changes in `entries`, of `num_keys` keys or a few more."""
@@ -208,8 +256,7 @@ class EventLog:
             self._merged = KeyMap()
         parts = self._merged.parts
         while self._num_keys > self._bound and num_keys > 0:
-            keys, change = self.entries.popleft()
-            self._num_keys -= len(keys)
+            keys, change = self._pop()
             num_keys -= len(keys)
             for key in keys:
                 part = parts[key[0] + key[LAST_HASH_BYTE]]
@@ -217,7 +264,7 @@ class EventLog:
                 self._num_released -= before == Change.RELEASED
                 replacement = _CANCELLED.get((before, change), change)
                 if replacement is Change.RELEASED:
-                    if self._num_released >= self._bound:
+                    if self._num_released >= self._bound and key not in self._held:
                         continue  # without it, the events lead to the contents, too
                     self._num_released += 1
                 if replacement is not None:
@@ -230,6 +277,7 @@ class EventLog:
             self._merged = None
         for change in Change:
             keys = [key for key, merged_change in portion if merged_change == change]
+            self._count(keys, change, 1)
             for first in range(0, len(keys), KEYS_PER_EVENT):
                 self.entries.appendleft(_Entry(keys[first : first + KEYS_PER_EVENT], change))
             if change is Change.RELEASED:

@@ -13,6 +13,7 @@ import platform
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 from kvoffload_async.block_io.choice import implementation
 from kvoffload_async.config import WriteBack, one_of, parse_generation
@@ -248,15 +249,19 @@ class PlannerDriver:
     def take_events(self, max_keys: int | None = None) -> Iterator[OffloadingEvent]:
         """Remove and return events of the primary and of every tier, oldest first for each.
 
+        Those of the primary wait until none of a tier waits, because a block's removal from the
+        primary must not precede its store in a tier.
+
         Args:
             max_keys: Number of keys of the primary, and of each tier, after which further events
                 wait for the next call, for which `has_pending_work` then asks; None: return all.
         """
+        of_tiers = [e for link in self._tiers.links.values() for e in link.take_events(max_keys)]
         primary = self.planner.primary
-        events = [*primary.take_events(max_keys)] if primary.event_log.entries else []
-        for link in self._tiers.links.values():
-            events += link.take_events(max_keys)
-        return iter(events)
+        if not primary.event_log.entries:
+            return iter(of_tiers)
+        waits = any(tier.event_log.is_behind for tier in self.planner.tiers)
+        return chain(primary.take_events(0 if waits else max_keys), of_tiers)
 
     def contents(self) -> Iterator[OffloadingEvent]:
         """Yield events that announce all that is known of the contents, when none is unread.

@@ -233,12 +233,17 @@ def test_events_are_numbered_and_a_dropped_one_leaves_a_gap():
 def test_what_is_read_late_and_in_parts_from_a_log_of_every_block_is_the_contents(
     data, bound, remembers
 ):
+    """The reader describes a block of the primary from its write until a batch removes it."""
     log = log_of(bound=bound, remembers=remembers, announces_removals=True)
-    contents, read = set(), set()
+    contents, read, described = set(), set(), set()
 
     def take(max_keys):
+        removed = set()
         for event in log.take(contents.__contains__, max_keys):
             keys = set(event.keys)
+            if event.removed:
+                removed |= keys
+            assert remembers or event.metadata_only or keys <= described
             if event.metadata_only:
                 assert read.isdisjoint(keys)
             elif event.removed:
@@ -247,10 +252,12 @@ def test_what_is_read_late_and_in_parts_from_a_log_of_every_block_is_the_content
             else:
                 assert read.isdisjoint(keys)
                 read.update(keys)
+        described.difference_update(removed - read)
 
     for keys in data.draw(st.lists(st.sets(st.sampled_from("abcdef"), min_size=1), max_size=30)):
         removed = [key for key in ks(sorted(keys)) if key in contents]
         stored = [key for key in ks(sorted(keys)) if key not in contents]
+        described.update(stored)
         if data.draw(st.booleans(), "fails") and not remembers:
             log.add(stored, Change.RELEASED)
             stored = []
@@ -354,6 +361,8 @@ def test_a_reader_in_parts_gets_merged_changes_before_later_ones():
     log.add(ks("abcd"), Change.STORED)
     log.add(ks("ab"), Change.REMOVED)
     log.add(ks("ef"), Change.STORED)
+    assert not list(log.take(lambda _: False, 0))
+    assert all(map(log.will_announce, ks("cdef")))
     read = []
     while not read or log.is_behind:
         read += list(log.take(lambda _: False, 1))
@@ -361,6 +370,7 @@ def test_a_reader_in_parts_gets_merged_changes_before_later_ones():
     left = set()
     for event in read:
         left = left - set(event.keys) if event.removed else left | set(event.keys)
+    assert not any(map(log.will_announce, ks("cdef")))
     assert left == set(ks("cdef"))
     assert [event.sequence for event in read] == [*range(1, len(read) + 1)]
 

@@ -128,19 +128,23 @@ def test_replayed_events_are_the_contents_of_the_whole_engine(whole, tiers, bloc
     assert world.router.has_lost("STORAGE")
 
 
-@SEEDED
 @CHUNKED
+@pytest.mark.parametrize(
+    ("tiers", "seed"),
+    [([], 0), ([SLAB], 5), ([FS], 22), ([SLAB, SLAB], 17)],
+    ids=["none", "slab", "fs", "slabs"],
+)
 def test_events_published_in_small_batches_lead_to_the_contents(
-    whole, blocks_per_chunk, seed, monkeypatch
+    whole, blocks_per_chunk, tiers, seed, monkeypatch
 ):
     monkeypatch.setattr("kvoffload_async.integrations.vllm.manager.KEYS_A_STEP", 1)
-    world = whole(SLAB, blocks_per_chunk=blocks_per_chunk)
+    world = whole(*tiers, blocks_per_chunk=blocks_per_chunk)
     wander(world, seed)
     while world.manager.has_pending_work():
         world.publish()
     check(world, contents(world))
     assert world.router.has_lost("CPU")
-    assert world.router.has_lost("STORAGE")
+    assert world.router.has_lost("STORAGE") is bool(tiers)
 
 
 def test_a_removal_names_every_hash_long_after_the_primary_let_the_chunk_go(whole):

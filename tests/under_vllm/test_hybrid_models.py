@@ -261,3 +261,13 @@ def test_blocks_of_a_queued_request_are_promoted_before_its_first_lookup(hybrid,
         world.step()
     assert state.counters.prefetched_blocks == 8, "the device has the blocks"
     world.scheduler.finish_requests([other.request_id], RequestStatus.FINISHED_ABORTED)
+
+
+def test_no_block_is_promoted_ahead_whose_event_vllm_could_not_describe(hybrid, tmp_path):
+    world = hybrid(secondary_tiers=[{"type": "fs", "root_dir": str(tmp_path / "store")}])
+    prefetcher = world.connector.manager.manager.planner.prefetcher
+    for describes in (True, False):
+        world.connector._events_tracker.self_describing_enabled = describes
+        request = world.arrive(TEXT)
+        assert bool(prefetcher.queued) is not describes
+        world.scheduler.finish_requests([request.request_id], RequestStatus.FINISHED_ABORTED)

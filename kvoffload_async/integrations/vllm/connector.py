@@ -108,10 +108,14 @@ class KVOffloadConnector(OffloadingConnector):
     def on_new_request(self, request: Any) -> None:  # noqa: ANN401 - as above
         """Begin a request; its blocks are promoted while it is queued.
 
-        Only for models with one group of full attention, and others with chunks as long.
+        Only for models with one group of full attention, and others with chunks as long. Not if
+        vLLM's events describe themselves: a block would be announced before vLLM has looked it up,
+        and without its description.
         """
         super().on_new_request(request)
         if self._again is None or request.skip_reading_prefix_cache:
+            return
+        if self.connector_scheduler._events_tracker.self_describing_enabled:  # noqa: SLF001
             return
         config = self.connector_scheduler.config
         groups = config.kv_group_configs

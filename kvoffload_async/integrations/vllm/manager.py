@@ -40,7 +40,8 @@ def hold_removals(
 
     Args:
         events: Events of the primary and the tiers, oldest first, preceded by those held back.
-        is_resident: Returns whether a block is in the primary, or being written there.
+        is_resident: Returns whether a block is in the primary, or being written there, or is
+            announced there by a later event.
 
     Returns:
         The events to announce now, and those to pass in again with the next events.
@@ -357,7 +358,8 @@ class KVOffloadManager(base.OffloadingManager):
         return {key: flag for key, flag in flags.items() if flag}
 
     def _is_resident(self, key: OffloadKey) -> bool:
-        return self.manager.planner.primary.lookup(key) is not LookupResult.MISS
+        primary = self.manager.planner.primary
+        return primary.lookup(key) is not LookupResult.MISS or primary.event_log.will_announce(key)
 
     def _is_being_written(self, key: OffloadKey) -> bool:
         return self.manager.planner.primary.lookup(key) is LookupResult.HIT_PENDING
