@@ -227,7 +227,7 @@ class ObjectTier(RemoteTier):
         "faster: raise connections and bytes_in_flight",
     }
 
-    capabilities = replace(RemoteTier.capabilities, probes_prefixes=True, lists=True)
+    capabilities = replace(RemoteTier.capabilities, probes_prefixes=True)
     _settings: ObjectOptions
 
     def __init__(self, settings: ObjectOptions) -> None:
@@ -271,14 +271,6 @@ class ObjectTier(RemoteTier):
             if length < len(chain) and chain[length] in asked:
                 self._memory.vanished(self._memory.unknown(chain[length + 1 :]))
         return lengths
-
-    async def list_keys(
-        self, cursor: str | None, count: int
-    ) -> tuple[Sequence[OffloadKey], str | None]:
-        """Return keys in the order of the objects' names; a page may have fewer than objects."""
-        self._opened()
-        call = partial(self._client.list_keys, cursor, count)
-        return await self._calls.run(call, self._deadline(self._settings.job_timeout_s))
 
     def _create_client(self, namespace: str) -> RemoteClient:
         # Imported here because the library is an optional dependency.
