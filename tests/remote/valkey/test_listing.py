@@ -21,10 +21,11 @@ def pages_of(harness, count):
             return
 
 
+@pytest.mark.parametrize("others", [1, 3000])
 @pytest.mark.parametrize("count", [1, 5, 512])
-def test_every_block_is_listed_among_the_keys_of_others(server, count):
+def test_every_block_is_listed_among_the_keys_of_others(server, count, others):
     with server.client() as client:
-        client.mset({f"other:{number}": b"x" for number in range(3000)})
+        client.mset({f"other:{number}": b"x" for number in range(others)})
         with TierHarness(tier_at(server.url(), **QUICK), 64) as harness:
             assert harness.store(K) == {}
             name = harness.tier._client._prefix
