@@ -730,7 +730,11 @@ class Planner:
 
 PLANNER_FIGURES: Final = FigureSet(
     PlannerCounters,
-    {"retained_blocks": "room.named_blocks", "pinned_blocks": "primary.num_kept"},
+    {
+        "retained_blocks": "room.named_blocks",
+        "pinned_blocks": "primary.num_kept",
+        "deleting_blocks": "deletions.num_keys",
+    },
     "requests",
 )
 """Copies the figures of a `Planner`, with the number of its requests."""

@@ -29,6 +29,7 @@ MOST_OPERATIONS: Final = 24
 _CALLS_AT_ONCE: Final = 2
 
 OperationName = Literal["delete", "count", "clear", "copy", "move", "list", "pin", "unpin"]
+_LASTING: Final[tuple[OperationName, ...]] = ("delete", "count", "clear", "copy", "move", "list")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -631,6 +632,12 @@ class CacheManager:
         """The name of each place -> the tier's index; None for the primary."""
         tiers = {tier.label: index for index, tier in enumerate(self._planner.tiers)}
         return {PRIMARY: None, **tiers}
+
+    @property
+    def num_running(self) -> dict[str, int]:
+        """Number of operations under way by name."""
+        names = [each.report.operation for each in self.running if not each.is_done]
+        return {name: names.count(name) for name in _LASTING}
 
     @property
     def has_work(self) -> bool:

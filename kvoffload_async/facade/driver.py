@@ -305,6 +305,7 @@ class PlannerDriver:
                 step_seconds=self._step_seconds.read(),
                 wake_ups=0 if bridge is None else bridge.wake_ups,
             ),
+            cache_operations=self._operations,
         )
 
     def wait_for_progress(self, timeout_s: float) -> bool:
@@ -515,6 +516,7 @@ class PlannerDriver:
         """Publish a consistent snapshot of the planner to other threads, by one assignment."""
         self._owner = threading.get_ident()
         self._published = self.planner.snapshot()
+        self._operations = self.cache.num_running
 
     def _require_recorder(self) -> RequestRecorder:
         if self.recorder is None:

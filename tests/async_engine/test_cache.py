@@ -52,6 +52,9 @@ async def test_a_block_that_is_loaded_is_deleted_when_its_load_has_ended():
             world.tiers[0].finish_all()
             await turns()
             assert not deleting.done()
+            stats = world.engine.stats()
+            assert stats.planner.deleting_blocks == 2
+            assert [name for name, n in stats.cache_operations.items() if n] == ["delete"]
             assert await found(world, "ab", "other") == 0
             world.transport.complete_all()
             assert await loading == 2
