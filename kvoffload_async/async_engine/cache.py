@@ -65,7 +65,7 @@ class EngineCache:
         source: str | None = None,
         timeout_s: float = 30.0,
     ) -> CacheReport:
-        """Store readable blocks in a tier, or move them there; see `CacheManager.copy`."""
+        """Store blocks in a tier, or move them there; see `CacheManager.copy`."""
         deadline_s, keys = self._deadline(timeout_s), self._keys(block_hashes)
         operation = self._driver.cache.copy(keys, tier, source=source)
         return await self.finish(operation, deadline_s)

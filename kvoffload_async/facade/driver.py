@@ -144,7 +144,12 @@ class PlannerDriver:
             self.planner = RecordingPlanner(*parts, self.recorder, clock)
         if any(capacity is not None for capacity in reuse_capacities):
             self.planner.cascades.admission = create_admission(primary.core, reuse_capacities)
-        self.cache = CacheManager(self.planner, clock)
+        tiers, planner = self._tiers, self.planner  # no reference to this driver, which is a cycle
+
+        def begin_own_request(ctx: ReqContext) -> None:
+            planner.on_new_request(ctx, tiers.begin_request(ctx, planner))
+
+        self.cache = CacheManager(planner, clock, begin_own_request)
         self.commands: CacheCommands | None = None
         self._losses = LossWarnings(self.planner, clock())
         self._step_seconds = Histogram()

@@ -314,6 +314,102 @@ def test_blocks_of_the_primary_are_copied_to_a_tier(capabilities):
     world.end()
 
 
+def only_in_tier0(*numbers, target=EXACT, source=EXACT, **options):
+    world = World(source, target, **options)
+    filled(world, *numbers)
+    world.tiers[1].blocks.clear()
+    world.manager.planner.tiers[1].index.deleted(ks(*numbers))
+    return world
+
+
+@pytest.mark.parametrize("capabilities", [EXACT, PROBED])
+def test_blocks_that_only_another_tier_has_are_promoted_and_copied(capabilities):
+    numbers = range(1, 25)
+    world = only_in_tier0(*numbers, target=capabilities, source=capabilities, num_slots=32)
+    operation = world.manager.cache.copy(ks(*numbers, 99), "tier1")
+    sizes = []
+    while not operation.is_done:
+        world.step()
+        sizes += [len(parked.keys) for parked in world.parked(0) if parked.kind.name == "LOAD"]
+        world.finish_all()
+    assert sizes == [world.manager.planner.room.most_early] * 3, "no more at once than its share"
+    report = operation.report
+    assert (report.done, report.left) == ({"tier1": 24}, {"tier1": 1})
+    assert world.tiers[1].blocks.keys() == set(ks(*numbers))
+    source = world.manager.stats().tiers[0]
+    assert (source.prefetched_blocks, source.unused_prefetched_blocks) == (24, 0)
+    assert not world.manager.planner.requests
+    world.rest()
+    world.end()
+
+
+def test_a_move_between_tiers_takes_blocks_that_the_primary_lacks():
+    world = only_in_tier0(1, 2, 3)
+    operation = world.manager.cache.copy(ks(1, 2, 3), "tier1", source="tier0")
+    report = progress(world, operation, steps=40)
+    assert report.done == {"tier1": 3, "tier0": 3}
+    assert (len(world.tiers[0].blocks), len(world.tiers[1].blocks)) == (0, 3)
+    world.end()
+
+
+def test_a_copy_promotes_nothing_while_a_request_needs_the_room_and_then_leaves_the_rest():
+    world = only_in_tier0(1, 2, 3)
+    planner = world.manager.planner
+    planner.room.most_early = 1
+    contexts = [ReqContext(f"queued-{number}") for number in range(2)]
+    for ctx, number in zip(contexts, (2, 3), strict=True):
+        world.manager.on_new_request(ctx)
+        planner.prefetch(ks(number), ctx)
+        if number == 2:
+            blocked = world.manager.cache.copy(ks(1), "tier1")
+            world.step()
+    assert [parked.keys for parked in world.parked(0)] == [tuple(ks(2))]
+    world.finish_all()
+    world.manager.on_request_finished(contexts[0])
+    world.poll()
+    assert [parked.keys for parked in world.parked(0)] == [tuple(ks(3))], "the copy comes last"
+    world.finish_all()
+    world.step()
+    assert not world.manager.cache.has_work
+    assert 0 < world.manager.wakes_in_s() <= 1
+    world.runner.advance(31)
+    report = progress(world, blocked)
+    assert blocked.is_done
+    assert report.left == {"tier1": 1}
+    assert planner.prefetcher.queued == {}
+    world.manager.on_request_finished(contexts[1])
+    world.end()
+
+
+def test_a_failed_promotion_leaves_the_block_and_suspends_no_tier():
+    world = only_in_tier0(1, 2)
+    operation = world.manager.cache.copy(ks(1, 2), "tier1", source="tier0")
+    world.step()
+    world.step()
+    world.finish_job(0, error=TierUnavailableError("down"))
+    report = progress(world, operation, steps=40)
+    assert operation.is_done
+    assert report.left == {"tier1": 2, "tier0": 0}
+    assert len(world.tiers[0].blocks) == 2
+    assert world.manager.stats().tiers[0].breakers["load"] == "closed"
+    world.end()
+
+
+def test_a_reset_ends_the_promotion_of_a_copy():
+    world = only_in_tier0(1, 2)
+    operation = world.manager.cache.copy(ks(1, 2), "tier1")
+    world.step()
+    world.step()
+    assert world.parked(0)
+    world.finish_all()
+    world.manager.reset_cache()
+    report = progress(world, operation, steps=40)
+    assert operation.is_done
+    assert report.left == {"tier1": 2}
+    world.manager.on_reset_flushed()
+    world.end()
+
+
 @pytest.mark.parametrize("capabilities", [EXACT, PROBED])
 @pytest.mark.parametrize("source", ["primary", "tier0"])
 def test_a_moved_block_leaves_its_source_once_the_tier_has_it(source, capabilities):
