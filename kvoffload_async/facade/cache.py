@@ -216,8 +216,16 @@ class _Counting(CacheOperation):
 class _Listing(CacheOperation):
     """Lists a page of the blocks at one place."""
 
-    def __init__(self, planner: Planner, place: str, index: int | None, cursor: str | None) -> None:
+    def __init__(
+        self,
+        planner: Planner,
+        place: str,
+        index: int | None,
+        cursor: str | None,
+        age_s: float | None,
+    ) -> None:
         self._planner = planner
+        self._age_s = age_s
         self._place = place
         self._index = index
         self._cursor = cursor
@@ -254,7 +262,7 @@ class _Listing(CacheOperation):
         elif (tier := self._planner.tiers[self._index]).index.is_exact:
             keys = tier.index.following(key_of_cursor(self._cursor), KEYS_A_STEP)
         else:
-            tier.call("list", (), self._answered, self._cursor)
+            tier.call("list", (), self._answered, self._cursor, self._age_s)
             return
         cursor = keys[-1].hex() if len(keys) == KEYS_A_STEP else None
         self._answered(CallEnded(0, "list", frozenset(keys), cursor))
@@ -638,7 +646,9 @@ class CacheManager:
             _Copying(self._planner, unique, (name, index), origin, self._begin_request)
         )
 
-    def list_keys(self, place: str, cursor: str | None = None) -> CacheOperation:
+    def list_keys(
+        self, place: str, cursor: str | None = None, older_than_s: float | None = None
+    ) -> CacheOperation:
         """List some keys of the blocks at one place, of every generation.
 
         A block that is there throughout a listing is listed; those that a running deletion names
@@ -647,19 +657,30 @@ class CacheManager:
         Args:
             place: `"primary"` or a tier.
             cursor: None to begin, or what the report before has returned.
+            older_than_s: List only blocks that the tier has stored so many seconds ago, or earlier.
+                `fs` and `object` know that.
 
         Raises:
-            StateError: The place is unknown or cannot list its blocks, or the cursor is not valid.
+            StateError: The place is unknown or cannot list its blocks, or does not know their ages,
+                or an argument is not valid.
             BusyError: Too many operations.
         """
         ((name, index),) = self._find([place]).items()
         is_own = index is None or self._tier(index).index.is_exact
         if index is not None and not (is_own or self._tier(index).lists):
             raise StateError(f"place: {name!r} cannot list its blocks; count named ones instead")
-        if is_own:
+        if older_than_s is not None:
+            older_than_s = seconds(older_than_s, "older_than_s")
+            if index is None or not self._tier(index).ages:
+                known = [tier.label for tier in self._planner.tiers if tier.ages] or ["no place"]
+                raise StateError(
+                    f"older_than_s: {name!r} does not know the ages of its blocks; "
+                    f"{', '.join(known)} here does"
+                )
+        elif is_own:
             key_of_cursor(cursor)
         self._limit(())
-        return self._begin(_Listing(self._planner, name, index, cursor))
+        return self._begin(_Listing(self._planner, name, index, cursor, older_than_s))
 
     def clear(self, tiers: Collection[str]) -> CacheOperation:
         """Delete all blocks of tiers, of this model and configuration, whoever has stored them.

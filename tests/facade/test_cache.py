@@ -1,5 +1,8 @@
 """Cached blocks are managed through the manager, between a scheduler's steps."""
 
+import os
+import time
+
 import pytest
 from facade.worlds import HIT, MISS, RETRY, World, filled, k, ks
 
@@ -17,6 +20,7 @@ from kvoffload_async.facade.cache import MOST_OPERATIONS
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.testing.harness import key_of
+from kvoffload_async.tiers.fs import walk
 from kvoffload_async.types import ReqContext
 
 EXACT = TierCapabilities(exclusive=True, deletes=True)
@@ -312,6 +316,54 @@ def test_blocks_of_the_primary_are_copied_to_a_tier(capabilities):
     assert (report.done, report.left) == ({"tier1": 2}, {"tier1": 1}), "9 is nowhere"
     assert world.tiers[1].blocks.keys() == set(ks(1, 2))
     world.end()
+
+
+def test_blocks_are_listed_by_their_age_where_a_tier_knows_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(walk, "_MOST_EXAMINED", 1)  # pages without a key, too
+    config = {
+        "cpu_bytes_to_use": 8 * 4096,
+        "block_bytes": 4096,
+        "model": "m",
+        "secondary_tiers": [
+            {"type": "fs", "root_dir": str(tmp_path / "fs")},
+            {"type": "slab", "root_dir": str(tmp_path / "slab"), "capacity_bytes": "16MiB"},
+            {"type": "object", "url": f"file://{tmp_path}/object"},
+        ],
+    }
+    with TieringOffloadingSpec(config) as spec:
+        manager = spec.get_manager()
+        ctx = ReqContext("r")
+        keys = sorted(manager.generation.key(bytes([number]) * 16, 0) for number in range(8))
+        manager.on_new_request(ctx)
+        output = manager.prepare_store(keys, ctx)
+        manager.complete_store(output.keys_to_store, ctx)
+        manager.on_request_finished(ctx)
+        while manager.has_pending_work():
+            manager.on_schedule_end()
+            manager.wait_for_progress(0.02)
+        for path in tmp_path.rglob("*"):
+            if any((bytes([number]) * 16).hex() in f"{path}".replace("/", "") for number in (1, 5)):
+                os.utime(path, (0, time.time() - 1000))
+
+        def listed(place, **options):
+            found, cursor = [], None
+            while True:
+                operation = manager.cache.list_keys(place, cursor, **options)
+                report = manager.finish(operation, 60.0)
+                assert report.is_complete, report.errors
+                found += report.keys
+                if (cursor := report.cursor) is None:
+                    return found
+
+        for place in ("fs", "object"):
+            assert listed(place) == keys
+            assert listed(place, older_than_s=500) == [keys[1], keys[5]]
+            assert not listed(place, older_than_s=5000)
+            with pytest.raises(StateError, match="older_than_s: -1 is not valid"):
+                manager.cache.list_keys(place, None, -1)
+        for place in ("primary", "slab"):
+            with pytest.raises(StateError, match=r"does not know the ages .* fs, object here does"):
+                manager.cache.list_keys(place, None, 5)
 
 
 def only_in_tier0(*numbers, target=EXACT, source=EXACT, **options):
