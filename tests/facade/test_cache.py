@@ -447,6 +447,30 @@ def test_a_failed_promotion_leaves_the_block_and_suspends_no_tier():
     world.end()
 
 
+def test_a_shutdown_ends_a_copy_that_promotes_blocks():
+    world = only_in_tier0(1, 2)
+    world.manager.cache.copy(ks(1, 2), "tier1")
+    world.step()
+    world.step()
+    assert world.parked(0)
+    world.end()
+
+
+def test_a_deletion_ends_the_promotion_of_a_copy():
+    world = only_in_tier0(1, 2)
+    copy = world.manager.cache.copy(ks(1, 2), "tier1")
+    world.step()
+    world.step()
+    assert world.parked(0)
+    deletion = world.manager.cache.delete(ks(1))
+    assert progress(world, deletion).is_complete
+    report = progress(world, copy)
+    assert copy.is_done
+    assert report.done == {"tier1": 1}
+    assert not any(k(1) in tier.blocks for tier in world.tiers)
+    world.end()
+
+
 def test_a_reset_ends_the_promotion_of_a_copy():
     world = only_in_tier0(1, 2)
     operation = world.manager.cache.copy(ks(1, 2), "tier1")
