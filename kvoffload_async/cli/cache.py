@@ -179,11 +179,15 @@ def _hash(
     request = {name: value for name, value in options.items() if value is not None}
     while tokens:
         state = command(path, {**request, "do": "hash", "tokens": tokens[:MOST_TOKENS]}, timeout_s)
-        for group, hashes in state["hashes"].items():
-            found.setdefault(int(group), {}).update(dict.fromkeys(hashes))
-        if not (step := state["num_tokens"]):
+        try:
+            step = int(state["num_tokens"])
+            for group, hashes in state["hashes"].items():
+                found.setdefault(int(group), {}).update(dict.fromkeys(hashes))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InputError(f"{path}: not the answer of an engine: {error!r}") from error
+        if step <= 0:
             break
-        tokens, request["parent"] = tokens[step:], state["parent"]
+        tokens, request["parent"] = tokens[step:], state.get("parent")
     if len(tokens) >= MOST_TOKENS:
         raise InputError(f"{file}: a block has more than {MOST_TOKENS} tokens; give hashes")
     return {group: list(hashes) for group, hashes in found.items()}

@@ -196,6 +196,16 @@ def test_a_file_without_token_ids_is_an_error(world, tmp_path, monkeypatch):
         assert (result.exit_code, says in result.output) == (2, True), result.output
 
 
+@pytest.mark.parametrize(
+    "answer", [{}, {"hashes": 5, "num_tokens": 8}, {"hashes": {"x": []}, "num_tokens": -1}]
+)
+def test_hashes_that_are_none_end_the_command(tmp_path, monkeypatch, answer):
+    monkeypatch.setattr("kvoffload_async.cli.cache.command", lambda *_: answer)
+    (file := tmp_path / "tokens").write_text("1 2 3 4")
+    result = run("cache", "socket", "count", "--tokens", str(file))
+    assert (result.exit_code, "not the answer of an engine" in result.output) == (2, True)
+
+
 def test_what_the_cache_refuses_is_the_commands_error(world):
     refused = {"do": "delete", "hashes": digits(1), "places": ["disk"]}
     assert "places: ['disk'] is not valid" in execute(world, refused)["error"]
