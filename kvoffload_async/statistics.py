@@ -343,6 +343,7 @@ class PlannerStatistics:
         requests: Active requests. Gauge.
         retained_blocks: Blocks pinned for waiting requests. Gauge.
         pinned_blocks: Blocks pinned by `cache.pin`. Gauge.
+        deleting_blocks: Blocks of deletions under way, which count as absent. Gauge.
         lookups: Block lookups, repeated ones included.
         hits: Lookups that found the block readable in the primary.
         pending_hits: Lookups that found the block being written to the primary.
@@ -362,6 +363,7 @@ class PlannerStatistics:
     requests: int
     retained_blocks: int
     pinned_blocks: int
+    deleting_blocks: int
     lookups: int
     hits: int
     pending_hits: int
@@ -407,12 +409,14 @@ class OffloadingStatistics:
         tiers: The secondary tiers; empty for a primary alone.
         planner: Lookups and transfers between tiers; None for a primary alone.
         runtime: The threads; None for a primary alone.
+        cache_operations: Operations of `cache` under way, by name. Gauge.
     """
 
     primary: PrimaryStatistics
     tiers: tuple[TierStatistics, ...] = ()
     planner: PlannerStatistics | None = None
     runtime: RuntimeStatistics | None = None
+    cache_operations: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ TransferDirection = Literal["load", "store"]
 
 NoteKind = Literal[
     "declined",
+    "deleted",
     "evicted",
     "left_out",
     "nothing_to_store",
@@ -128,9 +129,10 @@ class Note:
         kind: `waits` for a permit, `scheduled` (no lookup outstanding), `pinned` and `unpinned`
             (blocks to load), `reserved` (slots to store into), `evicted` (blocks evicted for
             them), `declined` (not worth storing, for the eviction policy or the tier's
-            `admission`), `left_out` and `refused` (no room for some, or any), `nothing_to_store`,
-            `stored`, `store_failed`, `pending` (blocks waiting for a tier), `released` (the copy
-            of an overdue job ended), `reset`; `queued` (to be prefetched), `prefetched` (the next
+            `admission`), `deleted` (by `cache`, while it waits for them), `left_out` and `refused`
+            (no room for some, or any), `nothing_to_store`, `stored`, `store_failed`, `pending`
+            (blocks waiting for a tier), `released` (the copy of an overdue job ended), `reset`;
+            `queued` (to be prefetched), `prefetched` (the next
             load is a prefetch), `used` and `unused` (prefetched blocks).
         num_blocks: Number of blocks.
         tier: The tier, if the event belongs to one; `"primary"` for what the policy declined.
@@ -365,6 +367,7 @@ _WORDS: Final = {
 
 _NOTES: Final[Mapping[NoteKind, str]] = {
     "declined": "{tier}: {blocks} declined: {reason}",
+    "deleted": "{blocks} that it waits for are being deleted",
     "evicted": "{blocks} are evicted to make room",
     "left_out": "no room for {blocks}: left out, to be offered again",
     "nothing_to_store": "{blocks} offered for storing: all are there",

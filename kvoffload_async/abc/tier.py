@@ -51,6 +51,7 @@ class TierCapabilities:
         discards: `discard` removes blocks.
         deletes: `delete` removes blocks and confirms it.
         lists: `list_keys` lists the blocks.
+        ages: `list_older` lists blocks by their age.
         announces_removals: Every stored or announced block is eventually announced as evicted when
             it is removed, by whichever process. Consumers of events may then keep metadata of a
             block until its removal. Leave it False for an unbounded tier.
@@ -67,6 +68,7 @@ class TierCapabilities:
     discards: bool = False
     deletes: bool = False
     lists: bool = False
+    ages: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,6 +406,15 @@ class AsyncTier(ABC):
 
         Raises:
             TierError: The storage cannot be read, or `cursor` is not valid.
+        """
+        raise NotImplementedError
+
+    async def list_older(
+        self, cursor: str | None, count: int, age_s: float
+    ) -> tuple[Sequence[OffloadKey], str | None]:
+        """As `list_keys`, only of blocks stored or renewed `age_s` seconds ago, or earlier.
+
+        By the clock of the storage. Called only if `capabilities.ages`.
         """
         raise NotImplementedError
 

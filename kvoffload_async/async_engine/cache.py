@@ -65,18 +65,24 @@ class EngineCache:
         source: str | None = None,
         timeout_s: float = 30.0,
     ) -> CacheReport:
-        """Store readable blocks in a tier, or move them there; see `CacheManager.copy`."""
+        """Store blocks in a tier, or move them there; see `CacheManager.copy`."""
         deadline_s, keys = self._deadline(timeout_s), self._keys(block_hashes)
         operation = self._driver.cache.copy(keys, tier, source=source)
         return await self.finish(operation, deadline_s)
 
     async def list_keys(
-        self, place: str, cursor: str | None = None, timeout_s: float = 30.0
+        self,
+        place: str,
+        cursor: str | None = None,
+        timeout_s: float = 30.0,
+        *,
+        older_than_s: float | None = None,
     ) -> CacheReport:
         """List some keys of the blocks at one place; see `CacheManager.list_keys`."""
         self._steps.ensure_open()
         deadline_s = self._deadline(timeout_s)
-        return await self.finish(self._driver.cache.list_keys(place, cursor), deadline_s)
+        operation = self._driver.cache.list_keys(place, cursor, older_than_s)
+        return await self.finish(operation, deadline_s)
 
     async def clear(self, tiers: Collection[str], timeout_s: float = 30.0) -> CacheReport:
         """Delete all blocks of tiers; see `CacheManager.clear`. Goes on after the time's end."""

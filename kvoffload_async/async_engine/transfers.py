@@ -186,6 +186,7 @@ class Transfers:
             waiting_loads=self._num_waiting[Direction.LOAD],
             waiting_stores=self._num_waiting[Direction.STORE],
             runtime=manager.runtime,
+            cache_operations=manager.cache_operations,
             missed_events=missed_events,
             failed_copies=self._failed_copies,
             load_copy_seconds=self._durations[Direction.LOAD].read(),

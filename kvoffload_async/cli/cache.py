@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -14,7 +14,7 @@ from rich.table import Table
 
 from kvoffload_async.cli.command import errors_as_one_line, finish
 from kvoffload_async.errors import InputError
-from kvoffload_async.facade.commands import ACTIONS, MOST_HASHES
+from kvoffload_async.facade.commands import ACTIONS, MOST_HASHES, MOST_TOKENS
 from kvoffload_async.status.client import command
 from kvoffload_async.status.server import SOCKET_VARIABLE
 
@@ -55,9 +55,33 @@ def cache(
             metavar="N", help="KV-cache group of the hashes; repeat it for several. Default: 0."
         ),
     ] = None,
+    tokens: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Instead of hashes: a file with the token ids of a prompt, as numbers, which the "
+            "engine's vLLM hashes.",
+            show_default=False,
+        ),
+    ] = None,
+    salt: Annotated[
+        str | None, typer.Option(metavar="SALT", help="The cache_salt of the prompt of --tokens.")
+    ] = None,
+    lora: Annotated[
+        tuple[str, str] | None,
+        typer.Option(metavar="NAME PATH", help="The adapter of the prompt of --tokens."),
+    ] = None,
     duration: Annotated[
         float, typer.Option(metavar="SECONDS", help="How long `pin` keeps the blocks.")
     ] = 600.0,
+    older_than: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="Let `list` leave out blocks that were stored later; for fs and object.",
+            show_default=False,
+        ),
+    ] = None,
     timeout: Annotated[
         float,
         typer.Option(min=0, metavar="SECONDS", help="How long to wait for the end."),
@@ -73,15 +97,26 @@ def cache(
     with errors_as_one_line():
         if action not in ACTIONS:
             raise InputError(f"{action}: expected {', '.join(ACTIONS)}")
-        named = list(_read(hashes or ()))
-        if bool(named) is not (action in _OF_BLOCKS):
-            raise InputError(f"{action}: {'needs' if not named else 'takes no'} block hashes")
-        request: dict[str, Any] = {"do": action, "groups": group or [0]}
+        prompt = {"cache_salt": salt, "lora": lora}
+        parts = _parts(
+            str(socket), hashes or (), tokens, prompt, groups=group or [], timeout_s=timeout
+        )
+        if any(some for _, some in parts) is not (action in _OF_BLOCKS):
+            raise InputError(
+                f"{action}: needs block hashes, or --tokens"
+                if action in _OF_BLOCKS
+                else f"{action}: takes no block hashes"
+            )
+        request: dict[str, Any] = {"do": action}
         if place:
             request["places"] = place
+        if older_than is not None:
+            request["older_than_s"] = older_than
         if action == "pin":
             request["duration_s"] = duration
-        answers = list(_execute(str(socket), request, named, timeout))
+        answers: list[dict[str, Any]] = []
+        for groups, some in parts:
+            answers += _execute(str(socket), {**request, "groups": groups}, some, timeout)
         keys = [key for answer in answers for key in answer["keys"]]
         total: dict[str, Any] = {
             name: dict(sum((Counter(answer[name]) for answer in answers), Counter()))
@@ -107,6 +142,55 @@ def _read(hashes: Sequence[str]) -> Iterator[str]:
             yield one
         else:
             yield from (line.strip() for line in typer.get_text_stream("stdin") if line.strip())
+
+
+def _parts(
+    path: str,
+    hashes: Sequence[str],
+    tokens: Path | None,
+    prompt: Mapping[str, object],
+    *,
+    groups: list[int],
+    timeout_s: float,
+) -> list[tuple[list[int], list[str]]]:
+    """Return the blocks to name: KV-cache groups, and block hashes in these groups."""
+    given = list(_read(hashes))
+    if tokens is None:
+        return [(groups or [0], given)]
+    if given:
+        raise InputError("--tokens: give it instead of block hashes, not with some")
+    found = _hash(path, tokens, prompt, timeout_s)
+    parts = [([group], found[group]) for group in groups or found if found.get(group)]
+    if not parts:
+        raise InputError(f"{tokens}: the prompt has no full block")
+    return parts
+
+
+def _hash(
+    path: str, file: Path, options: Mapping[str, object], timeout_s: float
+) -> dict[int, list[str]]:
+    """Return the block hashes of a prompt by KV-cache group, computed part by part."""
+    try:
+        numbers = file.read_text().strip().removeprefix("[").removesuffix("]")
+        tokens = [int(number) for number in numbers.replace(",", " ").split()]
+    except (OSError, ValueError) as error:
+        raise InputError(f"{file}: it has no list of token ids: {error}") from error
+    found: dict[int, dict[str, None]] = {}
+    request = {name: value for name, value in options.items() if value is not None}
+    while tokens:
+        state = command(path, {**request, "do": "hash", "tokens": tokens[:MOST_TOKENS]}, timeout_s)
+        try:
+            step = int(state["num_tokens"])
+            for group, hashes in state["hashes"].items():
+                found.setdefault(int(group), {}).update(dict.fromkeys(hashes))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise InputError(f"{path}: not the answer of an engine: {error!r}") from error
+        if step <= 0:
+            break
+        tokens, request["parent"] = tokens[step:], state.get("parent")
+    if len(tokens) >= MOST_TOKENS:
+        raise InputError(f"{file}: a block has more than {MOST_TOKENS} tokens; give hashes")
+    return {group: list(hashes) for group, hashes in found.items()}
 
 
 def _execute(

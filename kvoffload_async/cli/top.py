@@ -62,6 +62,8 @@ def picture(
     ]
     if isinstance(stats, EngineStatistics):
         parts.append(_device(stats))
+    if (managed := _managed(stats)) is not None:
+        parts.append(managed)
     room = height - len(parts) - 2
     remarks: list[str] = []
     if stats.tiers:
@@ -113,9 +115,11 @@ def _requests(readings: Readings, stats: OffloadingStatistics) -> Iterator[Text]
     evicted = readings.rate(attrgetter("primary.evicted_blocks"))
     stored = readings.rate(attrgetter("primary.stored_blocks"))
     loaded = readings.rate(attrgetter("primary.loaded_blocks"))
+    deleted = readings.rate(attrgetter("primary.deleted_blocks"))
     yield Text.assemble(
         ("blocks    ", "bold"),
         f"stored {_count(stored)}/s  loaded {_count(loaded)}/s  evicted {_count(evicted)}/s",
+        f"  deleted {_count(deleted)}/s" if deleted else "",
     )
     planner = stats.planner
     if planner is None:
@@ -143,6 +147,18 @@ def _device(stats: EngineStatistics) -> Text:
         f"{stats.copies:,} copies now  {waiting:,} calls waiting",
         (failed, "red"),
     )
+
+
+def _managed(stats: OffloadingStatistics) -> Text | None:
+    """Return the line on operations of `cache` and pinned blocks; None if there are none."""
+    parts = [f"{shown(name)} {count:,}" for name, count in stats.cache_operations.items() if count]
+    primary, planner = stats.primary, stats.planner
+    if planner is not None and planner.deleting_blocks:
+        parts.append(f"deleting {planner.deleting_blocks:,} blocks")
+    if planner is not None and (pinned := planner.pinned_blocks):
+        size = f", {size_text(pinned * primary.row_bytes)}" if primary.row_bytes else ""
+        parts.append(f"kept {pinned:,} blocks{size}, {_percent(pinned / primary.num_slots)}")
+    return Text.assemble(("cache     ", "bold"), "  ".join(parts)) if parts else None
 
 
 def _tiers(readings: Readings, tiers: Sequence[TierStatistics], *, is_wide: bool) -> Table:

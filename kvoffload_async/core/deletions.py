@@ -122,9 +122,14 @@ class Deletions:
         """Whether a step is needed; not while deletions only wait for copies, calls or a pause."""
         return self.wakes_in_s(self._now_s) <= 0
 
+    @property
+    def num_keys(self) -> int:
+        """Number of keys of the deletions under way."""
+        return sum(len(each.keys) for each in self.running)
+
     def takes(self, num_keys: int) -> bool:
         """Return whether a deletion of `num_keys` keys may begin now."""
-        return len(self.running) < MOST_DELETIONS and self._num_keys + num_keys <= MOST_KEYS
+        return len(self.running) < MOST_DELETIONS and self.num_keys + num_keys <= MOST_KEYS
 
     def begin(self, deletion: Deletion) -> None:
         """Bar the keys of a deletion at all its places; `serve` deletes the blocks.
@@ -134,7 +139,7 @@ class Deletions:
         """
         if not self.takes(len(deletion.keys)):
             raise BusyError(
-                f"{len(self.running)} deletions of {self._num_keys} keys are under way: at most "
+                f"{len(self.running)} deletions of {self.num_keys} keys are under way: at most "
                 f"{MOST_DELETIONS} of {MOST_KEYS} keys; delete in parts, one after another"
             )
         self.running.append(deletion)
@@ -185,10 +190,6 @@ class Deletions:
             self._end(deletion)
 
     # -- internal -------------------------------------------------------------------------------
-
-    @property
-    def _num_keys(self) -> int:
-        return sum(len(each.keys) for each in self.running)
 
     def _barred(self, deletion: Deletion) -> list[BarredKeys]:
         barred = [self._tiers[index].barred for index in deletion.left]

@@ -57,6 +57,8 @@ class CallTier:
     keys: tuple[OffloadKey, ...] = ()
     cursor: str | None = None
     """Where a listing continues; None: at its begin."""
+    age_s: float | None = None
+    """Minimum age of the blocks to list, in seconds; None: all are listed."""
 
 
 TierEffect = StartJob | StartProbe | TouchBlocks | CallTier

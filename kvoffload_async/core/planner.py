@@ -147,6 +147,25 @@ class Planner:
             require_keys(window.keys)
         self.prefetcher.queue(self._live_request(ctx), Prompt(keys, windows))
 
+    def promote(self, keys: Sequence[OffloadKey], ctx: ReqContext) -> RequestState:
+        """Have any blocks promoted, as far as they are found, when no request needs the room.
+
+        Args:
+            keys: The keys.
+            ctx: A request of the engine's own, which makes no lookups.
+
+        Returns:
+            The request; see `Prefetch.is_under_way`. `demote` ends its right to the blocks.
+        """
+        request = self._live_request(ctx)
+        self.prefetcher.queue(request, Prompt(keys, is_chain=False))
+        return request
+
+    def demote(self, request: RequestState) -> None:
+        """End the right of `promote` to blocks, which may be evicted from now on."""
+        self.room.leave(request)
+        self.prefetcher.ended(request)
+
     def lookup(self, key: OffloadKey, ctx: ReqContext) -> LookupResult:
         """Look up one key; see `lookup_many`.
 
@@ -730,7 +749,11 @@ class Planner:
 
 PLANNER_FIGURES: Final = FigureSet(
     PlannerCounters,
-    {"retained_blocks": "room.named_blocks", "pinned_blocks": "primary.num_kept"},
+    {
+        "retained_blocks": "room.named_blocks",
+        "pinned_blocks": "primary.num_kept",
+        "deleting_blocks": "deletions.num_keys",
+    },
     "requests",
 )
 """Copies the figures of a `Planner`, with the number of its requests."""

@@ -6,6 +6,8 @@
 Requests are looked up in the order in which they were queued, each until its answer is known, and
 none behind the first that finds no room. That counts neither as a lookup of the request nor as a
 deferral. A tier whose prefetch has failed is not asked for a while, nor is one that is suspended.
+
+Requests of the engine's own, whose blocks are no prompt, come last.
 """
 
 from __future__ import annotations
@@ -32,10 +34,13 @@ class Prompt(NamedTuple):
     Attributes:
         keys: The keys of the group with full attention, head to tail.
         windows: The other groups; their blocks have as many tokens.
+        is_chain: Whether a block is of use only with all before it; otherwise the keys are any
+            blocks, promoted as far as they are found, and these requests come last.
     """
 
     keys: Sequence[OffloadKey]
-    windows: Sequence[SlidingWindow]
+    windows: Sequence[SlidingWindow] = ()
+    is_chain: bool = True
 
     @property
     def num_window_blocks(self) -> int:
@@ -63,6 +68,8 @@ class Prefetch:
         self._room = room
         self._blocks: dict[OffloadKey, tuple[int, RequestState]] = {}
         """Promoted block that no request has loaded since -> its tier, and for which request."""
+        self._last: dict[RequestState, None] = {}
+        """The queued requests whose blocks are no chain."""
         self._is_due = False
         """Whether the last step has served a request, so that the next one may serve more."""
         self._blocked_at: tuple[RequestState, int, int] | None = None
@@ -79,10 +86,15 @@ class Prefetch:
         is_new = not (request.waits or request.ticket)
         if is_new and prompt.keys and prompt.num_window_blocks < self._room.most_early:
             self.queued[request] = prompt
+            if not prompt.is_chain:
+                self._last[request] = None
+            for last in self._last:
+                self.queued[last] = self.queued.pop(last)
 
     def forget(self, request: RequestState) -> None:
         """Remove a request from the queue: it was looked up, has begun to run, or has ended."""
         if self.queued.pop(request, None) is not None:
+            self._last.pop(request, None)
             request.lacking.clear()
 
     def forget_all(self) -> None:
@@ -103,17 +115,26 @@ class Prefetch:
                 return
             most = left - prompt.num_window_blocks
             num_keys += min(left, len(prompt.keys))
-            num_found = self._num_found(request, prompt.keys[: max(0, most)], now_s)
-            run = None if num_found is None else self._with_windows(request, prompt, num_found)
+            self._search.begin_round(request, now_s, is_early=True)
+            if prompt.is_chain:
+                num_found = self._look_up(request, prompt.keys[: max(0, most)])
+                run = None if num_found is None else self._with_windows(request, prompt, num_found)
+                is_cut = num_found == most < len(prompt.keys)
+            else:
+                run, is_cut = self._present(request, prompt.keys), False
             if run is None:
                 continue
-            is_cut = num_found == most < len(prompt.keys)
-            has_room = most > 0 and not (is_cut and self._room.early)  # only the first gets a part
+            # Only the first request gets a part of its prompt.
+            has_room = most > 0 and len(run) <= left and not (is_cut and self._room.early)
             if not (has_room and self._grant(request, run, now_s, is_cut=is_cut)):
                 self._blocked_at = state
                 return
             self.forget(request)
             self._is_due = True
+
+    def is_under_way(self, request: RequestState) -> bool:
+        """Return whether a request is queued, or blocks of its early ticket are being promoted."""
+        return request in self.queued or bool(request.awaits)
 
     def wakes_in_s(self) -> float:
         """Return the seconds until a step is due for the queued requests, if there are some."""
@@ -152,12 +173,20 @@ class Prefetch:
 
     # -- internal -------------------------------------------------------------------------------
 
-    def _num_found(
-        self, request: RequestState, keys: Sequence[OffloadKey], now_s: float
-    ) -> int | None:
-        """Begin a round; return how many leading blocks are found; None: unknown yet."""
-        self._search.begin_round(request, now_s, is_early=True)
-        return self._look_up(request, keys)
+    def _present(
+        self, request: RequestState, keys: Sequence[OffloadKey]
+    ) -> list[OffloadKey] | None:
+        """Return those of the blocks that are found; None while an answer is outstanding."""
+        missing = self._missing(keys)
+        verdicts = self._search.ask(missing, request, is_paused=False, stop_at_miss=False)
+        if LookupResult.RETRY in verdicts.values():
+            return None
+        pending = LookupResult.HIT_PENDING
+        return [key for key in keys if verdicts.get(key, pending) is pending]
+
+    def _missing(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        states = self._primary.lookup_many(keys)
+        return [key for key, has in zip(keys, states, strict=True) if has is LookupResult.MISS]
 
     def _with_windows(
         self, request: RequestState, prompt: Prompt, num_found: int
@@ -188,8 +217,7 @@ class Prefetch:
 
     def _look_up(self, request: RequestState, keys: Sequence[OffloadKey]) -> int | None:
         """Return how many leading blocks are found; None while a tier's answer is outstanding."""
-        states = self._primary.lookup_many(keys)
-        missing = [key for key, has in zip(keys, states, strict=True) if has is LookupResult.MISS]
+        missing = self._missing(keys)
         verdicts = self._search.ask(missing, request, is_paused=False, stop_at_miss=True)
         for key, verdict in verdicts.items():
             if verdict is LookupResult.RETRY:
@@ -202,8 +230,7 @@ class Prefetch:
         self, request: RequestState, run: Sequence[OffloadKey], now_s: float, *, is_cut: bool
     ) -> bool:
         """Give a request an early ticket for blocks that are found; return False without room."""
-        states = self._primary.lookup_many(run)
-        missing = [key for key, has in zip(run, states, strict=True) if has is LookupResult.MISS]
+        missing = self._missing(run)
         tiers = self._search.find(missing, request, now_s, is_early=True)
         absent = {key: tier for key, tier in zip(missing, tiers, strict=True) if tier is not None}
         if not run or len(absent) < len(missing):

@@ -18,6 +18,7 @@ from operator import itemgetter
 from typing import Any, Final
 from weakref import WeakKeyDictionary, ref
 
+from kvoffload_async.core.deletions import Deletion
 from kvoffload_async.core.ledger import JobRecord
 from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.primary import Primary
@@ -527,6 +528,15 @@ class RecordingPlanner(Planner):
         super().complete_store(keys, ctx, success=success, generation=generation)
         self._note_pending(ctx, before)
 
+    def delete(
+        self, keys: Iterable[OffloadKey], tiers: Collection[int], *, in_primary: bool = True
+    ) -> Deletion:
+        deletion = super().delete(keys, tiers, in_primary=in_primary)
+        for request in self.requests.values():
+            if awaited := sum(key in deletion.keys for key in request.wants):
+                self.recorder.note(request.ctx, "deleted", awaited)
+        return deletion
+
     # -- steps ----------------------------------------------------------------------------------
 
     def reset_cache(self) -> None:
@@ -545,18 +555,6 @@ class RecordingPlanner(Planner):
             self.recorder.scheduled(request.ctx)
         return has_asked
 
-    def _promote(
-        self,
-        index: int,
-        ctx: ReqContext,
-        keys: Sequence[OffloadKey],
-        slots: Sequence[int],
-        is_early: bool,
-    ) -> None:
-        if is_early:
-            self.recorder.note(ctx, "prefetched", len(keys), tier=self._names[index])
-        super()._promote(index, ctx, keys, slots, is_early)
-
     def _submit(
         self,
         index: int,
@@ -566,6 +564,8 @@ class RecordingPlanner(Planner):
         *,
         is_promotion: bool,
     ) -> None:
+        if self._next_job_id in self.tiers[index].prefetches:
+            self.recorder.note(ctx, "prefetched", len(keys), tier=self._names[index])
         self.recorder.job_started(
             ctx,
             self._next_job_id,

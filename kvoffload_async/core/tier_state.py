@@ -94,6 +94,7 @@ class TierState:
         barred: Keys that are being deleted from the tier.
         deletes: Whether the tier can delete blocks; an external manager cannot.
         lists: Whether the tier can list its blocks.
+        ages: Whether it knows their age.
         is_clearing: Whether all blocks of the tier are being deleted: it is not used meanwhile.
         remedies: What helps if the tier fails, for log lines.
     """
@@ -135,7 +136,7 @@ class TierState:
         self.event_log = events
         self.effects: list[TierEffect] = []
         self.barred = BarredKeys()
-        self.deletes = self.lists = self.is_clearing = False
+        self.deletes = self.lists = self.ages = self.is_clearing = False
         self._calls: dict[int, tuple[TierOperation, Callable[[CallEnded], object]]] = {}
         """Management call without an answer -> its operation, and who takes the answer."""
         self._next_call_id = 0
@@ -278,6 +279,7 @@ class TierState:
         keys: Sequence[OffloadKey],
         on_end: Callable[[CallEnded], object],
         cursor: str | None = None,
+        age_s: float | None = None,
     ) -> None:
         """Call a method of the tier that is no job; `on_end` gets the answer, exactly once.
 
@@ -289,7 +291,7 @@ class TierState:
             on_end(CallEnded(call_id, operation, error=_closed_error(self.name)))
             return
         self._calls[call_id] = operation, on_end
-        self.effects.append(CallTier(call_id, operation, tuple(keys), cursor))
+        self.effects.append(CallTier(call_id, operation, tuple(keys), cursor, age_s))
 
     def finish_request(self, ctx: ReqContext) -> None:
         """Drop the index's state of a request; no jobs follow, but its jobs may still run."""
@@ -418,7 +420,7 @@ class TierState:
         self.counters.refused_keys += opened.counters.refused_keys
         self.medium, self.locality = opened.medium, opened.locality
         self.backpressure, self.remedies = opened.backpressure, opened.remedies
-        self.deletes, self.lists = opened.deletes, opened.lists
+        self.deletes, self.lists, self.ages = opened.deletes, opened.lists, opened.ages
         self.is_available = True
 
     def close(self) -> None:

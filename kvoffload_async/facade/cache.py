@@ -17,18 +17,30 @@ from kvoffload_async.abc.events import CallEnded
 from kvoffload_async.core.deletions import KEYS_A_STEP, MOST_KEYS, Deletion, Deletions
 from kvoffload_async.core.pins import MOST_PIN_S
 from kvoffload_async.core.planner import Planner
+from kvoffload_async.core.requests import RequestState
 from kvoffload_async.core.tier_state import TierState
 from kvoffload_async.errors import BusyError, StateError, text_of
 from kvoffload_async.tables.keymap import key_of_cursor, require_keys
-from kvoffload_async.types import LookupResult, OffloadKey, counted
+from kvoffload_async.types import (
+    ENGINE_REQ_ID,
+    LookupResult,
+    OffloadKey,
+    ReqContext,
+    counted,
+)
 from kvoffload_async.waiting import seconds
 
 PRIMARY: Final = "primary"
 MOST_OPERATIONS: Final = 24
 """Maximum number of operations under way."""
 _CALLS_AT_ONCE: Final = 2
+_PROMOTED_AT_ONCE: Final = 128
+"""Maximum number of blocks that a copy has promoted at once."""
+_PROMOTION_S: Final = 30.0
+"""Seconds after which a copy leaves blocks out that were not promoted yet."""
 
 OperationName = Literal["delete", "count", "clear", "copy", "move", "list", "pin", "unpin"]
+_LASTING: Final[tuple[OperationName, ...]] = ("delete", "count", "clear", "copy", "move", "list")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,8 +216,16 @@ class _Counting(CacheOperation):
 class _Listing(CacheOperation):
     """Lists a page of the blocks at one place."""
 
-    def __init__(self, planner: Planner, place: str, index: int | None, cursor: str | None) -> None:
+    def __init__(
+        self,
+        planner: Planner,
+        place: str,
+        index: int | None,
+        cursor: str | None,
+        age_s: float | None,
+    ) -> None:
         self._planner = planner
+        self._age_s = age_s
         self._place = place
         self._index = index
         self._cursor = cursor
@@ -242,7 +262,7 @@ class _Listing(CacheOperation):
         elif (tier := self._planner.tiers[self._index]).index.is_exact:
             keys = tier.index.following(key_of_cursor(self._cursor), KEYS_A_STEP)
         else:
-            tier.call("list", (), self._answered, self._cursor)
+            tier.call("list", (), self._answered, self._cursor, self._age_s)
             return
         cursor = keys[-1].hex() if len(keys) == KEYS_A_STEP else None
         self._answered(CallEnded(0, "list", frozenset(keys), cursor))
@@ -252,7 +272,13 @@ class _Listing(CacheOperation):
 
 
 class _Copying(CacheOperation):
-    """Stores blocks of the primary in a tier; for a move, deletes those that the tier then has.
+    """Stores blocks in a tier; for a move, deletes those that the tier then has.
+
+    Portion by portion:
+
+        taken --all readable--> stored    --asked--> verified --copy--> taken, or done
+        taken --promote--> promoting --landed, or in vain--> stored
+        verified --move--> found --delete--> deleting --gone--> taken, or done
 
     A block is deleted from its source only once the tier has stored it and says that it has it. So
     a failure leaves it where it was.
@@ -264,20 +290,25 @@ class _Copying(CacheOperation):
         keys: Sequence[OffloadKey],
         target: tuple[str, int],
         source: tuple[str, int | None] | None,
+        begin_request: Callable[[ReqContext], object],
     ) -> None:
         self._planner = planner
         self._keys = keys
         self._name, self._index = target
         self._source = source
         self._tier = planner.tiers[self._index]
+        self._ctx = ReqContext(f"{ENGINE_REQ_ID}:copy")
+        self._begin_request = begin_request
+        self._request: RequestState | None = None
+        """The request for which blocks are promoted, once there is one."""
         self._num_taken = self._num_copied = self._num_deleted = 0
+        self._stage: Literal["take", "promote", "store", "ask", "delete", "end", "done"] = "take"
         self._portion: Sequence[OffloadKey] = ()
-        """The blocks that are being copied, until the tier has been asked for them."""
+        """The blocks that are being copied."""
         self._num_ended = 0
         """Number of blocks at the head of the portion whose copies have ended."""
-        self._found: Sequence[OffloadKey] = ()
-        """Those of the last portion that the tier has, until they are deleted from the source."""
-        self._is_asking = False
+        self._until_s = 0.0
+        """When the promotion of the portion is given up."""
         self._deletion: Deletion | None = None
         self._error = ""
 
@@ -298,39 +329,75 @@ class _Copying(CacheOperation):
 
     @property
     def is_done(self) -> bool:
-        is_waiting = self._portion or self._found or self._deletion or self._is_asking
-        return self._num_taken >= len(self._keys) and not is_waiting
+        return self._stage == "done"
 
     @property
     def has_work(self) -> bool:
-        if self.is_done or self._is_asking:
-            return False
-        if self._deletion is not None:
-            return self._deletion.is_done
-        if self._found:
-            return self._planner.deletions.takes(len(self._found))
-        return not self._is_storing()
+        match self._stage:
+            case "promote":
+                return not self._is_promoting()
+            case "store":
+                return not self._is_storing()
+            case "delete":
+                return self._planner.deletions.takes(len(self._portion))
+            case "end":
+                return self._deletion is not None and self._deletion.is_done
+        return self._stage == "take"
 
     def advance(self) -> None:
         if not self.has_work:
             return
-        if self._deletion is not None:
-            self._num_deleted += len(self._deletion.keys)
-            self._deletion = None
-        elif self._found:
-            self._delete()
-        elif self._portion:
-            self._verify()
-        else:
-            self._copy()
+        match self._stage:
+            case "take":
+                self._take()
+            case "promote":
+                self._store()
+            case "store":
+                self._verify()
+            case "delete":
+                self._delete()
+            case "end":
+                assert self._deletion is not None  # noqa: S101 - for the type checker
+                self._num_deleted += len(self._deletion.keys)
+                self._end_portion()
 
-    def _copy(self) -> None:
-        """Queue the next blocks that are readable for the tier."""
+    def _take(self) -> None:
+        """Take the next blocks, and have those promoted that only tiers have."""
+        planner = self._planner
+        most = min(planner.room.most_early, _PROMOTED_AT_ONCE)
         keys = self._keys[self._num_taken : self._num_taken + KEYS_A_STEP]
+        answers = zip(keys, planner.primary.lookup_many(keys), strict=True)
+        absent = [key for key, answer in answers if answer is not LookupResult.HIT]
+        if self._tier.index.is_exact:
+            absent = self._tier.index.lacks(absent)
+        if len(absent) > most > 0:
+            keys, absent = keys[: keys.index(absent[most])], absent[:most]
         self._num_taken += len(keys)
-        answers = zip(keys, self._planner.primary.lookup_many(keys), strict=True)
-        self._portion = [key for key, answer in answers if answer is LookupResult.HIT]
-        self._planner.cascades.defer(self._index, self._portion)
+        self._portion = keys
+        if not (absent and most) or planner.promotions_paused:
+            self._store()
+            return
+        if self._request is None:
+            self._begin_request(self._ctx)
+        self._request = planner.promote(absent, self._ctx)
+        self._until_s = planner.now_s + _PROMOTION_S
+        self._stage = "promote"
+
+    def _is_promoting(self) -> bool:
+        planner, request = self._planner, self._request
+        return request is not None and (
+            planner.prefetcher.is_under_way(request) and planner.now_s < self._until_s
+        )
+
+    def _store(self) -> None:
+        """Queue the blocks that are readable now for the tier."""
+        planner, keys = self._planner, self._portion
+        answers = zip(keys, planner.primary.lookup_many(keys), strict=True)
+        readable = [key for key, answer in answers if answer is LookupResult.HIT]
+        planner.prefetcher.loaded(readable)
+        planner.cascades.defer(self._index, readable)
+        self._num_ended = 0
+        self._stage = "store"
 
     def _is_storing(self) -> bool:
         """Return whether the tier still stores blocks; a block that has ended is not looked up."""
@@ -342,32 +409,45 @@ class _Copying(CacheOperation):
         return False
 
     def _verify(self) -> None:
-        keys, self._portion, self._num_ended = self._tier.barred.without(self._portion), (), 0
+        if self._request is not None:
+            self._planner.demote(self._request)
+        keys = self._tier.barred.without(self._portion)
         if self._tier.index.is_exact:
             absent = set(self._tier.index.lacks(keys))
-            self._take([key for key in keys if key not in absent])
+            self._found([key for key in keys if key not in absent])
         else:
-            self._is_asking = True
+            self._stage = "ask"
             self._tier.call("contains", keys, self._answered)
 
     def _answered(self, event: CallEnded) -> None:
-        self._is_asking = False
         self._error = self._error if event.error is None else text_of(event.error)
-        self._take(sorted(event.keys))
+        self._found(sorted(event.keys))
 
-    def _take(self, found: Sequence[OffloadKey]) -> None:
-        self._num_copied += len(found)
-        if self._source is not None:
-            self._found = found
+    def _found(self, keys: Sequence[OffloadKey]) -> None:
+        """Count the blocks that the tier has, which are deleted from the source."""
+        self._num_copied += len(keys)
+        self._portion = keys
+        if keys and self._source is not None:
+            self._stage = "delete"
+        else:
+            self._end_portion()
 
     def _delete(self) -> None:
         assert self._source is not None  # noqa: S101 - for the type checker
         index = self._source[1]
         tiers = () if index is None else (index,)
         # Another operation may delete them from the tier meanwhile.
-        self._found = [] if self._tier.is_clearing else self._tier.barred.without(self._found)
-        self._deletion = self._planner.delete(self._found, tiers, in_primary=index is None)
-        self._found = ()
+        keys = [] if self._tier.is_clearing else self._tier.barred.without(self._portion)
+        self._deletion = self._planner.delete(keys, tiers, in_primary=index is None)
+        self._stage = "end"
+
+    def _end_portion(self) -> None:
+        self._portion, self._deletion = (), None
+        self._stage = "take"
+        if self._num_taken >= len(self._keys):
+            self._stage = "done"
+            if self._request is not None:
+                self._planner.on_request_finished(self._ctx)
 
 
 class _Clearing(CacheOperation):
@@ -472,9 +552,21 @@ class CacheManager:
         running: The operations under way, oldest first. Read-only.
     """
 
-    def __init__(self, planner: Planner, clock: Callable[[], float]) -> None:
-        """Start without operations; `clock` is that of the planner's steps, in seconds."""
+    def __init__(
+        self,
+        planner: Planner,
+        clock: Callable[[], float],
+        begin_request: Callable[[ReqContext], object],
+    ) -> None:
+        """Start without operations.
+
+        Args:
+            planner: The planner.
+            clock: Clock of its steps, in seconds.
+            begin_request: Begins a request of the engine's own, at all tiers.
+        """
         self._planner = planner
+        self._begin_request = begin_request
         self._clock = clock
         self.running: list[CacheOperation] = []
 
@@ -523,10 +615,11 @@ class CacheManager:
     def copy(
         self, keys: Sequence[OffloadKey], tier: str, *, source: str | None = None
     ) -> CacheOperation:
-        """Store blocks that are readable in the primary in a tier, whatever its admission.
+        """Store blocks in a tier, whatever its admission.
 
-        Look blocks up before, so that they are promoted from other tiers. Those that are not
-        readable, or that the tier does not store, are left.
+        Blocks that only other tiers have are promoted, as a prefetch does: within its share of the
+        primary, and while no request needs the room. Blocks that cannot be promoted, for 30 seconds
+        because of that, or that the tier does not store, are left.
 
         Args:
             keys: The keys.
@@ -549,9 +642,13 @@ class CacheManager:
         require_keys(keys)
         self._limit(keys)
         unique = tuple(dict.fromkeys(keys))
-        return self._begin(_Copying(self._planner, unique, (name, index), origin))
+        return self._begin(
+            _Copying(self._planner, unique, (name, index), origin, self._begin_request)
+        )
 
-    def list_keys(self, place: str, cursor: str | None = None) -> CacheOperation:
+    def list_keys(
+        self, place: str, cursor: str | None = None, older_than_s: float | None = None
+    ) -> CacheOperation:
         """List some keys of the blocks at one place, of every generation.
 
         A block that is there throughout a listing is listed; those that a running deletion names
@@ -560,19 +657,30 @@ class CacheManager:
         Args:
             place: `"primary"` or a tier.
             cursor: None to begin, or what the report before has returned.
+            older_than_s: List only blocks that the tier has stored so many seconds ago, or earlier.
+                `fs` and `object` know that.
 
         Raises:
-            StateError: The place is unknown or cannot list its blocks, or the cursor is not valid.
+            StateError: The place is unknown or cannot list its blocks, or does not know their ages,
+                or an argument is not valid.
             BusyError: Too many operations.
         """
         ((name, index),) = self._find([place]).items()
         is_own = index is None or self._tier(index).index.is_exact
         if index is not None and not (is_own or self._tier(index).lists):
             raise StateError(f"place: {name!r} cannot list its blocks; count named ones instead")
-        if is_own:
+        if older_than_s is not None:
+            older_than_s = seconds(older_than_s, "older_than_s")
+            if index is None or not self._tier(index).ages:
+                known = [tier.label for tier in self._planner.tiers if tier.ages] or ["no place"]
+                raise StateError(
+                    f"older_than_s: {name!r} does not know the ages of its blocks; "
+                    f"{', '.join(known)} here does"
+                )
+        elif is_own:
             key_of_cursor(cursor)
         self._limit(())
-        return self._begin(_Listing(self._planner, name, index, cursor))
+        return self._begin(_Listing(self._planner, name, index, cursor, older_than_s))
 
     def clear(self, tiers: Collection[str]) -> CacheOperation:
         """Delete all blocks of tiers, of this model and configuration, whoever has stored them.
@@ -631,6 +739,12 @@ class CacheManager:
         """The name of each place -> the tier's index; None for the primary."""
         tiers = {tier.label: index for index, tier in enumerate(self._planner.tiers)}
         return {PRIMARY: None, **tiers}
+
+    @property
+    def num_running(self) -> dict[str, int]:
+        """Number of operations under way by name."""
+        names = [each.report.operation for each in self.running if not each.is_done]
+        return {name: names.count(name) for name in _LASTING}
 
     @property
     def has_work(self) -> bool:

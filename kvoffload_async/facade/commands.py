@@ -27,6 +27,8 @@ MOST_HASHES: Final = 512
 """Maximum number of block hashes of a command; a client divides a longer list."""
 KEY_PREFIX: Final = "key:"
 """Precedes the digits of a key, which a listing returns, in the place of a block hash."""
+MOST_TOKENS: Final = 4096
+"""Maximum number of token ids of a command; a client divides a longer prompt."""
 _MOST_PLACES: Final = 64
 _MOST_ERROR_CHARS: Final = 1000
 """Maximum length of an error that is kept; it may repeat what the client has sent."""
@@ -41,9 +43,51 @@ _KINDS: Final[Mapping[str, type | tuple[type, ...]]] = {
     "places": list,
     "duration_s": (int, float),
     "cursor": str,
+    "older_than_s": (int, float),
+    "tokens": list,
+    "parent": str,
+    "cache_salt": str,
+    "lora": list,
 }
+_HASH: Final = "hash"
 
 MakeKey = Callable[[bytes, int], OffloadKey]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """A part of a prompt, to be hashed.
+
+    Attributes:
+        tokens: Its token ids.
+        parent: `PromptHashes.parent` of the part before; None: the prompt begins here.
+        cache_salt: The request's salt, if it has one.
+        lora: Name and path of the request's adapter, if it has one.
+    """
+
+    tokens: Sequence[int]
+    parent: bytes | None = None
+    cache_salt: str | None = None
+    lora: tuple[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PromptHashes:
+    """The block hashes of a part of a prompt.
+
+    Attributes:
+        hashes: KV-cache group -> hashes of the full blocks, in order.
+        num_tokens: Token ids after which the next part begins; 0: too few for one block.
+        parent: Hash of the tokens up to there, for the next part.
+    """
+
+    hashes: Mapping[int, Sequence[bytes]]
+    num_tokens: int
+    parent: bytes | None
+
+
+HashTokens = Callable[[PromptTokens], PromptHashes]
+"""Hashes a part of a prompt as the host does; thread-safe."""
 
 
 @dataclass(slots=True)
@@ -63,6 +107,9 @@ class CacheCommands:
     """Queues commands, executes them on the owner's thread, and keeps their results for a while.
 
     Thread: `answer` any; everything else the owner's.
+
+    Attributes:
+        hash_tokens: Hashes token ids as the host does; None: it cannot be done.
     """
 
     def __init__(
@@ -81,6 +128,7 @@ class CacheCommands:
             wake: Has a step begin soon if the owner can; thread-safe.
             clock: Monotonic seconds; thread-safe.
         """
+        self.hash_tokens: HashTokens | None = None
         self._cache = cache
         self._make_key = make_key
         self._wake = wake
@@ -99,7 +147,8 @@ class CacheCommands:
         """Accept a command, or return the state of an earlier one; never raises for bad input.
 
         Args:
-            request: `{"do": "delete", "hashes": [...], ...}`, or `{"id": NUMBER}`.
+            request: `{"do": "delete", "hashes": [...], ...}`, `{"id": NUMBER}`, or
+                `{"do": "hash", "tokens": [...], ...}`, which is answered at once.
         """
         if isinstance(request, Mapping) and request.keys() == {"id"}:
             command = self._commands.get(request["id"]) if type(request["id"]) is int else None
@@ -107,6 +156,8 @@ class CacheCommands:
         if error := _defect_of(request):
             return {"error": error}
         assert isinstance(request, Mapping)  # noqa: S101 - for the type checker; see _defect_of
+        if request["do"] == _HASH:
+            return self._hash(request)
         if len(self._queue) >= _MOST_QUEUED:
             return {"error": f"{_MOST_QUEUED} commands wait for the engine's steps; try later"}
         command = _Command(next(self._numbers), request, self._clock() + _DEADLINE_S)
@@ -114,6 +165,29 @@ class CacheCommands:
         self._queue.append(command)
         self._wake()
         return _state_of(command)
+
+    def _hash(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        if self.hash_tokens is None:
+            return {"error": "tokens: only the engine's host can hash them; give block hashes"}
+        parent, lora = request.get("parent"), request.get("lora")
+        prompt = PromptTokens(
+            request["tokens"],
+            None if parent is None else bytes.fromhex(parent),
+            request.get("cache_salt"),
+            None if lora is None else (lora[0], lora[1]),
+        )
+        try:
+            found = self.hash_tokens(prompt)
+        except Exception as error:  # noqa: BLE001 - the host's
+            text = f"tokens: the host cannot hash them: {text_of(error)}"
+            return {"error": text[:_MOST_ERROR_CHARS]}
+        return {
+            "id": 0,
+            "is_done": True,
+            "hashes": {group: [one.hex() for one in some] for group, some in found.hashes.items()},
+            "num_tokens": found.num_tokens,
+            "parent": None if found.parent is None else found.parent.hex(),
+        }
 
     # -- the owner's thread ---------------------------------------------------------------------
 
@@ -174,7 +248,8 @@ class CacheCommands:
                 command.operation = cache.copy(keys, places[-1], source=source)
             case "list":
                 place = (places or ["primary"])[0]
-                command.operation = cache.list_keys(place, request.get("cursor"))
+                age_s = request.get("older_than_s")
+                command.operation = cache.list_keys(place, request.get("cursor"), age_s)
             case "pin":
                 pinned = cache.pin(keys, request.get("duration_s", 0))
                 command.report = CacheReport(
@@ -197,7 +272,7 @@ class CacheCommands:
 
 def _defect_of(request: object) -> str:
     """Return why a request is not valid, or an empty text."""
-    if not isinstance(request, Mapping) or request.get("do") not in ACTIONS:
+    if not isinstance(request, Mapping) or request.get("do") not in (*ACTIONS, _HASH):
         return f'give an object with "do", one of {", ".join(ACTIONS)}'
     for name, value in request.items():
         if name not in _KINDS or not isinstance(value, _KINDS[name]):
@@ -211,10 +286,26 @@ def _defect_of(request: object) -> str:
     if len(places) > _MOST_PLACES or not all(isinstance(place, str) for place in places):
         return f"places: it is not valid; give at most {_MOST_PLACES} names"
     try:
-        is_empty = not all(bytes.fromhex(one.removeprefix(KEY_PREFIX)) for one in hashes)
+        named = (*hashes, request.get("parent", "00"))
+        is_empty = not all(bytes.fromhex(one.removeprefix(KEY_PREFIX)) for one in named)
     except (AttributeError, ValueError):
         is_empty = True
-    return "hashes: one is not valid; give hexadecimal digits" if is_empty else ""
+    wrong = "hashes: one is not valid; give hexadecimal digits"
+    return wrong if is_empty else _defect_of_options(request)
+
+
+def _defect_of_options(request: Mapping[str, Any]) -> str:
+    """Return why a value that only one action takes is not valid, or an empty text."""
+    if "older_than_s" in request and request["do"] != "list":
+        return "older_than_s: only a list takes it; delete what it has listed"
+    tokens, lora = request.get("tokens", ()), request.get("lora", ("", ""))
+    if bool(tokens) is not (request["do"] == _HASH) or len(tokens) > MOST_TOKENS:
+        return f"tokens: {len(tokens)}; give at most {MOST_TOKENS}, to be hashed"
+    if not all(type(token) is int and 0 <= token < 1 << 32 for token in tokens):
+        return "tokens: one is not valid; give token ids"
+    if [type(one) for one in lora] != [str, str]:
+        return f"lora: {lora!r:.99} is not valid; give the adapter's name and path"
+    return ""
 
 
 def _state_of(command: _Command) -> dict[str, Any]:

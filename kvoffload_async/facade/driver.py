@@ -145,7 +145,12 @@ class PlannerDriver:
             self.planner = RecordingPlanner(*parts, self.recorder, clock)
         if any(capacity is not None for capacity in reuse_capacities):
             self.planner.cascades.admission = create_admission(primary.core, reuse_capacities)
-        self.cache = CacheManager(self.planner, clock)
+        tiers, planner = self._tiers, self.planner  # no reference to this driver, which is a cycle
+
+        def begin_own_request(ctx: ReqContext) -> None:
+            planner.on_new_request(ctx, tiers.begin_request(ctx, planner))
+
+        self.cache = CacheManager(planner, clock, begin_own_request)
         self.commands: CacheCommands | None = None
         self._losses = LossWarnings(self.planner, clock())
         self._step_seconds = Histogram()
@@ -310,6 +315,7 @@ class PlannerDriver:
                 step_seconds=self._step_seconds.read(),
                 wake_ups=0 if bridge is None else bridge.wake_ups,
             ),
+            cache_operations=self._operations,
         )
 
     def wait_for_progress(self, timeout_s: float) -> bool:
@@ -520,6 +526,7 @@ class PlannerDriver:
         """Publish a consistent snapshot of the planner to other threads, by one assignment."""
         self._owner = threading.get_ident()
         self._published = self.planner.snapshot()
+        self._operations = self.cache.num_running
 
     def _require_recorder(self) -> RequestRecorder:
         if self.recorder is None:

@@ -193,7 +193,8 @@ class SecondaryTierManager:
         self.io_timeout_s = common.io_timeout_s
         self._close_timeout_s = common.close_timeout_s
         state = create_state(tier_type, tier, common, shape[1])
-        state.deletes, state.lists = tier.capabilities.deletes, tier.capabilities.lists
+        able = tier.capabilities
+        state.deletes, state.lists, state.ages = able.deletes, able.lists, able.ages
         bridge: Bridge | None = common.runtime or getattr(offloading_spec, "runtime", None)
         owns_loop = bridge is None
         if tier.io_threads is None:

@@ -243,6 +243,12 @@ METRICS: Final[tuple[Metric, ...]] = (
     _metric("requests", "Requests in progress.", "planner.requests"),
     _metric("retained_blocks", "Blocks pinned for waiting requests.", "planner.retained_blocks"),
     _metric("pinned_blocks", "Blocks pinned by `cache.pin`.", "planner.pinned_blocks"),
+    _metric("deleting_blocks", "Blocks of deletions under way.", "planner.deleting_blocks"),
+    _metric(
+        "cache_operations",
+        "Operations of `cache` under way, by name.",
+        by_key("operation", "cache_operations"),
+    ),
     _metric(
         "lookups_total",
         "Block lookups other than misses, by result; repeated lookups count again.",

@@ -351,5 +351,5 @@ def _execute(actor: TierActor, effects: Sequence[TierEffect]) -> None:
                 actor.probes.start(generation, keys, chains)
             case TouchBlocks(keys):
                 actor.touch(keys)
-            case CallTier(call_id, operation, keys, cursor):
-                actor.call(call_id, operation, keys, cursor)
+            case CallTier(call_id, operation, keys, cursor, age_s):
+                actor.call(call_id, operation, keys, cursor, age_s)

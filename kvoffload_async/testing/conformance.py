@@ -51,6 +51,8 @@ _Operation = Callable[[JobMetadata], Coroutine[Any, Any, BlockFailures]]
 
 K = [key_of(number) for number in range(20)]
 
+_LONG_S = 3600.0
+
 _FAULTS = {
     Fault.NONE: 5.0,
     Fault.IO_ERROR_BEFORE: 1.0,
@@ -60,6 +62,23 @@ _FAULTS = {
     Fault.HANG: 0.5,
     Fault.CANCELLED: 1.0,
 }
+
+
+def _listed(harness: TierHarness, age_s: float | None = None) -> list[OffloadKey]:
+    """Return the keys of a listing in pages of three, in order; it must end in a few pages."""
+    listed: list[OffloadKey] = []
+    cursor: str | None = None
+    for _ in K:
+        if age_s is None:
+            page = harness.tier.list_keys(cursor, 3)
+        else:
+            page = harness.tier.list_older(cursor, 3, age_s)
+        keys, cursor = harness.run(page)
+        expect("whether a page of 3 keys has at most 3", len(keys) <= 3, True)  # noqa: PLR2004
+        listed += keys
+        if cursor is None:
+            break
+    return sorted(listed)
 
 
 class TierConformance:
@@ -190,21 +209,19 @@ class TierConformance:
                 expect("blocks after a restart", found, {K[0], K[1], K[2], K[4]})
             expect("whether K[3] is there after a restart", K[3] in found, False)
 
-    @promise("if capabilities.lists, list_keys() lists every block, page by page.")
+    @promise(
+        "if capabilities.lists, list_keys() lists every block, page by page; if capabilities.ages, "
+        "list_older() those of an age."
+    )
     def test_a_listing_has_every_block(self, tier: TierFactory) -> None:
         with self._open(tier) as harness:
-            if not harness.tier.capabilities.lists:
-                return
+            able = harness.tier.capabilities
             harness.store(K[:7])
-            listed: list[OffloadKey] = []
-            cursor: str | None = None
-            for _ in K:
-                keys, cursor = harness.run(harness.tier.list_keys(cursor, 3))
-                expect("whether a page of 3 keys has at most 3", len(keys) <= 3, True)  # noqa: PLR2004
-                listed += keys
-                if cursor is None:
-                    break
-            expect("keys listed after a store of K[0..6]", sorted(listed), sorted(K[:7]))
+            if able.lists:
+                expect("keys listed after a store of K[0..6]", _listed(harness), sorted(K[:7]))
+            if able.ages:
+                expect("keys listed of any age", _listed(harness, -_LONG_S), sorted(K[:7]))
+                expect(f"keys listed from {_LONG_S:g} s on", _listed(harness, _LONG_S), [])
 
     @promise(
         "the contents of a tier with capabilities.exclusive change only through "

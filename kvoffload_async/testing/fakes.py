@@ -187,6 +187,12 @@ class FaultyTier(AsyncTier):
         """Return the wrapped tier's answer."""
         return await self.inner.list_keys(cursor, count)
 
+    async def list_older(
+        self, cursor: str | None, count: int, age_s: float
+    ) -> tuple[Sequence[OffloadKey], str | None]:
+        """Return the wrapped tier's answer."""
+        return await self.inner.list_older(cursor, count, age_s)
+
     async def close(self) -> None:
         """Close the wrapped tier."""
         await self.inner.close()

@@ -320,9 +320,10 @@ class TierActor:
         operation: TierOperation,
         keys: Sequence[OffloadKey],
         cursor: str | None = None,
+        age_s: float | None = None,
     ) -> None:
         """Call a method of the tier that is no job; posts exactly one `CallEnded`."""
-        call = self._call(operation, keys, cursor)
+        call = self._call(operation, keys, cursor, age_s)
         task = self._loop.create_task(call, name=f"{self.name}:{operation}")
         self._calls[task] = None
         task.add_done_callback(partial(self._call_ended, call_id, operation))
@@ -376,7 +377,11 @@ class TierActor:
         ]
 
     async def _call(
-        self, operation: TierOperation, keys: Sequence[OffloadKey], cursor: str | None
+        self,
+        operation: TierOperation,
+        keys: Sequence[OffloadKey],
+        cursor: str | None,
+        age_s: float | None,
     ) -> tuple[frozenset[OffloadKey], TierError | None, str | None]:
         """Return the blocks that the tier has, or those that are gone and why others are not."""
         if self._closing:
@@ -387,7 +392,10 @@ class TierActor:
                     found = await guarded(self._tier.contains, keys)
                     return frozenset(keys).intersection(found), None, None
                 if operation == "list":
-                    return _page(*await guarded(self._tier.list_keys, cursor, LISTED_KEYS))
+                    if age_s is None:
+                        return _page(*await guarded(self._tier.list_keys, cursor, LISTED_KEYS))
+                    older = self._tier.list_older
+                    return _page(*await guarded(older, cursor, LISTED_KEYS, age_s))
                 await self._jobs_ended(frozenset(keys))
                 answer = await guarded(self._tier.delete, keys)
         except TimeoutError:

@@ -1,6 +1,7 @@
 """Blocks are deleted, counted and pinned while the engine runs."""
 
 import asyncio
+import math
 
 import pytest
 from async_engine.worlds import (
@@ -40,6 +41,37 @@ async def test_deleted_blocks_are_found_neither_in_the_primary_nor_in_a_tier():
 
 
 @on_loop
+async def test_blocks_that_one_tier_has_are_moved_to_another():
+    async with opened(tiers=[SCRIPTED, PROBED]) as world:
+        await world.put("abc")
+        cache, (one, other) = world.engine.cache, [t.label for t in world.core.tiers]
+        await world.during(cache.delete(hashes("abc"), [other]))
+        await world.during(asyncio.create_task(world.engine.reset()))
+        report = await world.during(cache.copy(hashes("abc"), other, source=one, timeout_s=FAR_S))
+        assert report.done == {one: 3, other: 3}
+        assert [len(tier.blocks) for tier in world.tiers] == [0, 3]
+        await world.check_rest()
+
+
+@on_loop
+async def test_a_copy_that_may_promote_nothing_ends_in_time():
+    async with opened(tiers=[SCRIPTED, PROBED]) as world:
+        await world.put("abc")
+        cache, other = world.engine.cache, world.core.tiers[1].label
+        await world.during(cache.delete(hashes("abc"), [other]))
+        await world.during(asyncio.create_task(world.engine.reset()))
+        for tier in world.core.tiers:
+            tier._prefetches_from_s = math.inf
+        copying = asyncio.create_task(cache.copy(hashes("ab"), other, timeout_s=FAR_S))
+        await turns()
+        await jump(29.0)
+        assert not copying.done()
+        await jump(2.0)
+        assert (await world.during(copying)).left == {other: 2}
+        await world.check_rest()
+
+
+@on_loop
 async def test_a_block_that_is_loaded_is_deleted_when_its_load_has_ended():
     async with opened(tiers=[SCRIPTED]) as world:
         await world.put("ab")
@@ -52,6 +84,9 @@ async def test_a_block_that_is_loaded_is_deleted_when_its_load_has_ended():
             world.tiers[0].finish_all()
             await turns()
             assert not deleting.done()
+            stats = world.engine.stats()
+            assert stats.planner.deleting_blocks == 2
+            assert [name for name, n in stats.cache_operations.items() if n] == ["delete"]
             assert await found(world, "ab", "other") == 0
             world.transport.complete_all()
             assert await loading == 2

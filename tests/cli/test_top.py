@@ -223,6 +223,19 @@ def test_an_engine_shows_its_copies(stats):
     assert "2 copies now  7 calls waiting  failed 5" in " ".join(screen(engine))
 
 
+def test_operations_deletions_and_pins_are_shown_while_there_are_any(stats):
+    assert not any(line.startswith("cache ") for line in screen(stats))
+    planner = replace(stats.planner, deleting_blocks=4096, pinned_blocks=1)
+    primary = replace(stats.primary, row_bytes=4096, deleted_blocks=36_610)
+    running = {"delete": 1, "list": 2, "copy": 0}
+    busy = replace(stats, planner=planner, primary=primary, cache_operations=running)
+    lines = screen(busy)
+    assert any("deleted 10/s" in line for line in lines)
+    share = 1 / primary.num_slots
+    line = f"cache     delete 1  list 2  deleting 4,096 blocks  kept 1 blocks, 4 KiB, {share:.1%}"
+    assert line in lines
+
+
 def test_what_went_wrong_is_shown_only_where_it_did(stats):
     calm = " ".join(screen(stats))
     assert "no slot" not in calm

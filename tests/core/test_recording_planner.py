@@ -71,6 +71,17 @@ def test_a_promotion_and_a_load():
     assert (timeline.began_s, timeline.finished_s, timeline.ended_s) == (0.0, 3.0, 3.0)
 
 
+def test_a_deletion_of_blocks_that_a_request_waits_for():
+    world = world_of()
+    world.fill(0, ks("abc"))
+    ctx, other = world.begin(), world.begin("other")
+    assert [world.lookup(ctx, name) for name in "ab"] == [PENDING, PENDING]
+    world.step()
+    world.planner.delete(ks("bc"), [0])
+    assert notes_of(world) == [("deleted", 1)]
+    assert not notes_of(world, other.req_id)
+
+
 def test_a_prefetch_and_its_use():
     world = world_of(8)
     world.fill(0, ks("ab"))

@@ -1,5 +1,8 @@
 """Cached blocks are managed through the manager, between a scheduler's steps."""
 
+import os
+import time
+
 import pytest
 from facade.worlds import HIT, MISS, RETRY, World, filled, k, ks
 
@@ -17,6 +20,7 @@ from kvoffload_async.facade.cache import MOST_OPERATIONS
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.spec import TieringOffloadingSpec
 from kvoffload_async.testing.harness import key_of
+from kvoffload_async.tiers.fs import walk
 from kvoffload_async.types import ReqContext
 
 EXACT = TierCapabilities(exclusive=True, deletes=True)
@@ -311,6 +315,174 @@ def test_blocks_of_the_primary_are_copied_to_a_tier(capabilities):
     assert operation.is_done
     assert (report.done, report.left) == ({"tier1": 2}, {"tier1": 1}), "9 is nowhere"
     assert world.tiers[1].blocks.keys() == set(ks(1, 2))
+    world.end()
+
+
+def test_blocks_are_listed_by_their_age_where_a_tier_knows_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(walk, "_MOST_EXAMINED", 1)  # pages without a key, too
+    config = {
+        "cpu_bytes_to_use": 8 * 4096,
+        "block_bytes": 4096,
+        "model": "m",
+        "secondary_tiers": [
+            {"type": "fs", "root_dir": str(tmp_path / "fs")},
+            {"type": "slab", "root_dir": str(tmp_path / "slab"), "capacity_bytes": "16MiB"},
+            {"type": "object", "url": f"file://{tmp_path}/object"},
+        ],
+    }
+    with TieringOffloadingSpec(config) as spec:
+        manager = spec.get_manager()
+        ctx = ReqContext("r")
+        keys = sorted(manager.generation.key(bytes([number]) * 16, 0) for number in range(8))
+        manager.on_new_request(ctx)
+        output = manager.prepare_store(keys, ctx)
+        manager.complete_store(output.keys_to_store, ctx)
+        manager.on_request_finished(ctx)
+        while manager.has_pending_work():
+            manager.on_schedule_end()
+            manager.wait_for_progress(0.02)
+        for path in tmp_path.rglob("*"):
+            if any((bytes([number]) * 16).hex() in f"{path}".replace("/", "") for number in (1, 5)):
+                os.utime(path, (0, time.time() - 1000))
+
+        def listed(place, **options):
+            found, cursor = [], None
+            while True:
+                operation = manager.cache.list_keys(place, cursor, **options)
+                report = manager.finish(operation, 60.0)
+                assert report.is_complete, report.errors
+                found += report.keys
+                if (cursor := report.cursor) is None:
+                    return found
+
+        for place in ("fs", "object"):
+            assert listed(place) == keys
+            assert listed(place, older_than_s=500) == [keys[1], keys[5]]
+            assert not listed(place, older_than_s=5000)
+            with pytest.raises(StateError, match="older_than_s: -1 is not valid"):
+                manager.cache.list_keys(place, None, -1)
+        for place in ("primary", "slab"):
+            with pytest.raises(StateError, match=r"does not know the ages .* fs, object here does"):
+                manager.cache.list_keys(place, None, 5)
+
+
+def only_in_tier0(*numbers, target=EXACT, source=EXACT, **options):
+    world = World(source, target, **options)
+    filled(world, *numbers)
+    world.tiers[1].blocks.clear()
+    world.manager.planner.tiers[1].index.deleted(ks(*numbers))
+    return world
+
+
+@pytest.mark.parametrize("capabilities", [EXACT, PROBED])
+def test_blocks_that_only_another_tier_has_are_promoted_and_copied(capabilities):
+    numbers = range(1, 25)
+    world = only_in_tier0(*numbers, target=capabilities, source=capabilities, num_slots=32)
+    operation = world.manager.cache.copy(ks(*numbers, 99), "tier1")
+    sizes = []
+    while not operation.is_done:
+        world.step()
+        sizes += [len(parked.keys) for parked in world.parked(0) if parked.kind.name == "LOAD"]
+        world.finish_all()
+    assert sizes == [world.manager.planner.room.most_early] * 3, "no more at once than its share"
+    report = operation.report
+    assert (report.done, report.left) == ({"tier1": 24}, {"tier1": 1})
+    assert world.tiers[1].blocks.keys() == set(ks(*numbers))
+    source = world.manager.stats().tiers[0]
+    assert (source.prefetched_blocks, source.unused_prefetched_blocks) == (24, 0)
+    assert not world.manager.planner.requests
+    world.rest()
+    world.end()
+
+
+def test_a_move_between_tiers_takes_blocks_that_the_primary_lacks():
+    world = only_in_tier0(1, 2, 3)
+    operation = world.manager.cache.copy(ks(1, 2, 3), "tier1", source="tier0")
+    report = progress(world, operation, steps=40)
+    assert report.done == {"tier1": 3, "tier0": 3}
+    assert (len(world.tiers[0].blocks), len(world.tiers[1].blocks)) == (0, 3)
+    world.end()
+
+
+def test_a_copy_promotes_nothing_while_a_request_needs_the_room_and_then_leaves_the_rest():
+    world = only_in_tier0(1, 2, 3)
+    planner = world.manager.planner
+    planner.room.most_early = 1
+    contexts = [ReqContext(f"queued-{number}") for number in range(2)]
+    for ctx, number in zip(contexts, (2, 3), strict=True):
+        world.manager.on_new_request(ctx)
+        planner.prefetch(ks(number), ctx)
+        if number == 2:
+            blocked = world.manager.cache.copy(ks(1), "tier1")
+            world.step()
+    assert [parked.keys for parked in world.parked(0)] == [tuple(ks(2))]
+    world.finish_all()
+    world.manager.on_request_finished(contexts[0])
+    world.poll()
+    assert [parked.keys for parked in world.parked(0)] == [tuple(ks(3))], "the copy comes last"
+    world.finish_all()
+    world.step()
+    assert not world.manager.cache.has_work
+    assert 0 < world.manager.wakes_in_s() <= 1
+    world.runner.advance(31)
+    report = progress(world, blocked)
+    assert blocked.is_done
+    assert report.left == {"tier1": 1}
+    assert planner.prefetcher.queued == {}
+    world.manager.on_request_finished(contexts[1])
+    world.end()
+
+
+def test_a_failed_promotion_leaves_the_block_and_suspends_no_tier():
+    world = only_in_tier0(1, 2)
+    operation = world.manager.cache.copy(ks(1, 2), "tier1", source="tier0")
+    world.step()
+    world.step()
+    world.finish_job(0, error=TierUnavailableError("down"))
+    report = progress(world, operation, steps=40)
+    assert operation.is_done
+    assert report.left == {"tier1": 2, "tier0": 0}
+    assert len(world.tiers[0].blocks) == 2
+    assert world.manager.stats().tiers[0].breakers["load"] == "closed"
+    world.end()
+
+
+def test_a_shutdown_ends_a_copy_that_promotes_blocks():
+    world = only_in_tier0(1, 2)
+    world.manager.cache.copy(ks(1, 2), "tier1")
+    world.step()
+    world.step()
+    assert world.parked(0)
+    world.end()
+
+
+def test_a_deletion_ends_the_promotion_of_a_copy():
+    world = only_in_tier0(1, 2)
+    copy = world.manager.cache.copy(ks(1, 2), "tier1")
+    world.step()
+    world.step()
+    assert world.parked(0)
+    deletion = world.manager.cache.delete(ks(1))
+    assert progress(world, deletion).is_complete
+    report = progress(world, copy)
+    assert copy.is_done
+    assert report.done == {"tier1": 1}
+    assert not any(k(1) in tier.blocks for tier in world.tiers)
+    world.end()
+
+
+def test_a_reset_ends_the_promotion_of_a_copy():
+    world = only_in_tier0(1, 2)
+    operation = world.manager.cache.copy(ks(1, 2), "tier1")
+    world.step()
+    world.step()
+    assert world.parked(0)
+    world.finish_all()
+    world.manager.reset_cache()
+    report = progress(world, operation, steps=40)
+    assert operation.is_done
+    assert report.left == {"tier1": 2}
+    world.manager.on_reset_flushed()
     world.end()
 
 

@@ -1,6 +1,7 @@
 """Commands that manage the cache from another thread, and through the status socket."""
 
 import asyncio
+import hashlib
 import json
 import weakref
 
@@ -13,7 +14,12 @@ from kvoffload_async import ConfigError, OffloadEngine, TieringOffloadingSpec
 from kvoffload_async.abc.tier import TierCapabilities
 from kvoffload_async.cli.app import app
 from kvoffload_async.facade import commands as module
-from kvoffload_async.facade.commands import MOST_HASHES, CacheCommands
+from kvoffload_async.facade.commands import (
+    MOST_HASHES,
+    CacheCommands,
+    PromptHashes,
+    PromptTokens,
+)
 from kvoffload_async.status.client import NoAnswerError, command
 from kvoffload_async.status.server import SOCKET_VARIABLE
 from kvoffload_async.types import get_offload_block_hash
@@ -109,6 +115,16 @@ def test_every_action_can_be_commanded(world):
         ({"do": "delete", "hashes": ["xy"]}, "hashes: one is not valid"),
         ({"do": "delete", "hashes": [1]}, "hashes: one is not valid"),
         ({"do": "delete", "hashes": [""]}, "hashes: one is not valid"),
+        ({"do": "delete", "older_than_s": 5}, "older_than_s: only a list takes it"),
+        ({"do": "list", "older_than_s": "5"}, "older_than_s: it is unknown, or its value has"),
+        ({"do": "hash"}, "tokens: 0; give at most 4096"),
+        ({"do": "hash", "tokens": [1] * 4097}, "tokens: 4097; give at most 4096"),
+        ({"do": "hash", "tokens": [1 << 32]}, "tokens: one is not valid"),
+        ({"do": "hash", "tokens": [True]}, "tokens: one is not valid"),
+        ({"do": "hash", "tokens": [1], "parent": "xy"}, "hashes: one is not valid"),
+        ({"do": "hash", "tokens": [1], "lora": ["name"]}, "lora: ['name'] is not valid"),
+        ({"do": "hash", "tokens": [1]}, "only the engine's host can hash them"),
+        ({"do": "delete", "tokens": [1]}, "tokens: 1; give at most 4096, to be hashed"),
         ({"do": "delete", "groups": [-1]}, "groups: "),
         ({"do": "delete", "places": [1]}, "places: "),
         ({"id": 7}, "there is no such command"),
@@ -119,6 +135,75 @@ def test_a_bad_command_is_refused_before_it_is_queued(world, request_, text):
     commands = world.manager.accept_commands()
     assert text in commands.answer(request_)["error"]
     assert not commands.has_work
+
+
+def hash_tokens(prompt):
+    """Hash every 4 tokens; group 1 has blocks of 8."""
+    if prompt.lora == ("broken", "/x"):
+        raise ZeroDivisionError
+    parent, hashes = prompt.parent or repr((prompt.cache_salt, prompt.lora)).encode(), []
+    for first in range(0, len(prompt.tokens) - 3, 4):
+        text = parent + repr(prompt.tokens[first : first + 4]).encode()
+        hashes.append(parent := hashlib.sha256(text).digest()[:16])
+    step = len(prompt.tokens) // 8 * 8
+    parent = hashes[step // 4 - 1] if step else None
+    return PromptHashes({0: hashes, 1: hashes[1::2]}, step, parent)
+
+
+@pytest.mark.parametrize("options", [(), ("--salt", "a"), ("--lora", "x", "/x")])
+def test_the_blocks_of_a_prompt_are_managed_by_its_token_ids(path, tmp_path, options):
+    tokens, file = list(range(9999)), tmp_path / "tokens.json"
+    file.write_text(json.dumps(tokens))
+    salt, lora = ("a", None) if "a" in options else (None, ("x", "/x") if options else None)
+    names = hash_tokens(PromptTokens(tokens, None, salt, lora)).hashes[0]
+    assert len(names) == 2499
+    config = {**CONFIG, "status_socket": path, "status_socket_commands": True}
+
+    async def manage():
+        tensors = {"layer": torch.zeros(len(names), 4096, dtype=torch.uint8)}
+        sized = {**config, "cpu_bytes_to_use": "16MiB"}
+        async with OffloadEngine(sized, kv_caches=tensors) as engine:
+            engine.driver.commands.hash_tokens = hash_tokens
+            await stored(engine, names)
+            call = (path, "count", "--tokens", str(file), *options, "--json")
+            found = await asyncio.to_thread(run, "cache", *call)
+            only = await asyncio.to_thread(run, "cache", *call, "--group", "1")
+            other = await asyncio.to_thread(run, "cache", *call, "--salt", "other")
+            broken = await asyncio.to_thread(run, "cache", *call, "--lora", "broken", "/x")
+            return found, only, other, broken
+
+    found, only, other, broken = asyncio.run(manage())
+    assert json.loads(found.output)["done"] == {"primary": 2499}
+    assert json.loads(only.output)["done"] == {}
+    assert json.loads(other.output)["done"] == {}
+    assert "tokens: the host cannot hash them: ZeroDivisionError" in broken.output
+
+
+def test_a_file_without_token_ids_is_an_error(world, tmp_path, monkeypatch):
+    commands = world.manager.accept_commands()
+    commands.hash_tokens = hash_tokens
+    monkeypatch.setattr(
+        "kvoffload_async.cli.cache.command", lambda _path, request, _time: commands.answer(request)
+    )
+    file = tmp_path / "tokens"
+    for text, arguments, says in [
+        ("1, 2, x", (), "it has no list of token ids"),
+        ("1 2 3", (), "the prompt has no full block"),
+        ("1 2 3 4", ("ab",), "--tokens: give it instead of block hashes"),
+    ]:
+        file.write_text(text)
+        result = run("cache", "socket", "count", *arguments, "--tokens", str(file))
+        assert (result.exit_code, says in result.output) == (2, True), result.output
+
+
+@pytest.mark.parametrize(
+    "answer", [{}, {"hashes": 5, "num_tokens": 8}, {"hashes": {"x": []}, "num_tokens": -1}]
+)
+def test_hashes_that_are_none_end_the_command(tmp_path, monkeypatch, answer):
+    monkeypatch.setattr("kvoffload_async.cli.cache.command", lambda *_: answer)
+    (file := tmp_path / "tokens").write_text("1 2 3 4")
+    result = run("cache", "socket", "count", "--tokens", str(file))
+    assert (result.exit_code, "not the answer of an engine" in result.output) == (2, True)
 
 
 def test_what_the_cache_refuses_is_the_commands_error(world):

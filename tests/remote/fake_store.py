@@ -121,6 +121,11 @@ class FakeClient(RemoteClient):
         await asyncio.sleep(self.renewal_s * len(keys))
         self.renewed += keys
 
+    async def list_keys(self, cursor, count):
+        await self._begin("list_keys")
+        keys = sorted(key for key in self.values if key.hex() > (cursor or ""))[:count]
+        return keys, keys[-1].hex() if len(keys) == count else None
+
     def mapped(self, error):
         return error.kind(str(error))
 

@@ -12,6 +12,9 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_offload.base import make_offload_key
 from vllm.v1.request import Request
 
+from kvoffload_async.facade.commands import PromptTokens
+from kvoffload_async.integrations.vllm.token_hashes import token_hasher
+
 TOKENS = list(range(64))
 BLOCK_TOKENS = 16
 
@@ -70,3 +73,35 @@ def test_requests_that_differ_never_share_a_block(keys_of_request):
 @pytest.mark.parametrize("name", sorted(REQUESTS))
 def test_equal_requests_share_every_block(keys_of_request, name):
     assert keys_of_request(REQUESTS[name]) == keys_of_request(REQUESTS[name])
+
+
+ADAPTER = ("x", "/adapters/x")
+BY_TOKENS = {
+    "plain": {},
+    "salt a": {"cache_salt": "a"},
+    "adapter x": {"lora": ADAPTER},
+    "salt a, adapter x": {"cache_salt": "a", "lora": ADAPTER},
+}
+
+
+@pytest.mark.parametrize("name", sorted(BY_TOKENS))
+@pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor"])
+@pytest.mark.parametrize("seed", ["0", None])
+def test_token_ids_alone_give_the_hashes_that_a_request_has(name, algorithm, seed, monkeypatch):
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    if seed is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
+    function = get_hash_fn_by_name(algorithm)
+    init_none_hash(function)
+    hasher = get_request_block_hasher(BLOCK_TOKENS, function)
+    properties = REQUESTS[name]
+    hashes = Request(
+        "r", TOKENS, SamplingParams(), None, block_hasher=hasher, **properties
+    ).block_hashes
+    hash_tokens = token_hasher(algorithm, BLOCK_TOKENS, {0: BLOCK_TOKENS, 1: 2 * BLOCK_TOKENS})
+    whole = hash_tokens(PromptTokens(TOKENS[:63], **BY_TOKENS[name]))
+    assert whole.hashes == {0: hashes[:3], 1: hashes[1:2]}
+    assert (whole.num_tokens, whole.parent) == (32, hashes[1])
+    rest = hash_tokens(PromptTokens(TOKENS[32:], whole.parent, **BY_TOKENS[name]))
+    assert rest.hashes == {0: hashes[2:], 1: hashes[3:]}
+    assert hash_tokens(PromptTokens(TOKENS[:15])).hashes == {0: [], 1: []}

@@ -27,6 +27,7 @@ from vllm.v1.kv_offload.tiering import base as tiering
 
 from kvoffload_async.config import OffloadConfig
 from kvoffload_async.errors import ConfigError
+from kvoffload_async.facade.commands import HashTokens
 from kvoffload_async.facade.spec import D, TieringOffloadingSpec
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory
 from kvoffload_async.integrations.vllm import convert, engine_metrics
@@ -50,6 +51,7 @@ from kvoffload_async.integrations.vllm.row_layout import (
     layout_of_ranks,
 )
 from kvoffload_async.integrations.vllm.tier_adapter import adapted
+from kvoffload_async.integrations.vllm.token_hashes import token_hasher
 from kvoffload_async.integrations.vllm.version import CONTRACT
 from kvoffload_async.integrations.vllm.worker import SCHEDULER, KVOffloadWorker
 from kvoffload_async.runtime.buffer import PrimaryBuffer
@@ -114,6 +116,8 @@ class KVOffloadSpec(base.OffloadingSpec):
             self._warn_of_failed_loads()
             self._warn_of_incomplete_chunks()
             manager, buffer = self._engine.get_manager(), self._engine.buffer
+            if manager.commands is not None:
+                manager.commands.hash_tokens = self._token_hasher()
             assert buffer is not None  # noqa: S101 - for the type checker
             self._manager = KVOffloadManager(
                 manager,
@@ -215,6 +219,19 @@ class KVOffloadSpec(base.OffloadingSpec):
         connector = None if around is None else around.vllm_config.kv_transfer_config.kv_connector
         return connector == OWN_CONNECTOR and CONTRACT.has_private_names(
             "KVOffloadConnector: offering again what had no room, and looking blocks up in batches,"
+        )
+
+    def _token_hasher(self) -> HashTokens | None:
+        """Return what hashes prompts as vLLM does; None if its configuration is not accessible."""
+        if self._arguments is None:
+            return None
+        return token_hasher(
+            self._arguments.vllm_config.cache_config.prefix_caching_hash_algo,
+            self.tokens_per_hash,
+            {
+                group.group_id: tokens * self.blocks_per_chunk
+                for group, tokens in zip(self.config.groups, self.tokens_per_block, strict=True)
+            },
         )
 
     def _warn_of_failed_loads(self) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -89,6 +91,7 @@ class FsTier(AsyncTier):
             discards=True,
             deletes=True,
             lists=True,
+            ages=True,
         )
         self.bounds = TierBounds()
         self._settings = settings
@@ -266,13 +269,25 @@ class FsTier(AsyncTier):
         self, cursor: str | None, count: int
     ) -> tuple[Sequence[OffloadKey], str | None]:
         """Return the next keys in their order; each call reads the folder of a bucket."""
-        after = key_of_cursor(cursor)
-        walk = partial(keys_after, self._ops, self._settings.namespace, after, count)
+        return await self.list_older(cursor, count, -math.inf)
+
+    async def list_older(
+        self, cursor: str | None, count: int, age_s: float
+    ) -> tuple[Sequence[OffloadKey], str | None]:
+        """As `list_keys`; a block's age is that of its file, by this host's clock."""
+        walk = partial(
+            keys_after,
+            self._ops,
+            self._settings.namespace,
+            key_of_cursor(cursor),
+            count,
+            time.time() - age_s,
+        )
         try:
-            keys = await self._opened().io.run(Direction.METADATA, walk)
+            keys, last = await self._opened().io.run(Direction.METADATA, walk)
         except OSError as error:
             raise mapped(error) from None
-        return keys, keys[-1].hex() if len(keys) == count else None
+        return keys, None if last is None else last.hex()
 
     async def close(self) -> None:
         """Stop housekeeping, release reservations, and unregister the writer; idempotent."""

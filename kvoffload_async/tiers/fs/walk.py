@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import stat as stat_module
 import time
@@ -34,6 +35,8 @@ from kvoffload_async.types import OffloadKey
 logger = logging.getLogger(__name__)
 
 _TEMP_PARTS = 5
+_MOST_EXAMINED = 8192
+"""Number of blocks after which a page of a listing ends, whatever it has found."""
 
 
 class StoppedError(Exception):
@@ -101,21 +104,41 @@ def _take_in(found: Inventory, namespace: Namespace, path: str, status: os.stat_
 
 
 def keys_after(
-    ops: FileOps, namespace: Namespace, after: OffloadKey | None, count: int
-) -> list[OffloadKey]:
-    """Return the keys of the next `count` blocks, in the order of keys; reads whole buckets.
+    ops: FileOps,
+    namespace: Namespace,
+    after: OffloadKey | None,
+    count: int,
+    until_s: float = math.inf,
+) -> tuple[list[OffloadKey], OffloadKey | None]:
+    """Return keys of the next blocks, in the order of keys; reads whole buckets.
+
+    Args:
+        ops: The system calls.
+        namespace: The namespace.
+        after: Key after which to begin; None: with the first one.
+        count: Maximum number of keys.
+        until_s: Time until which the blocks were stored, in seconds since 1970.
+
+    Returns:
+        The keys, and the one after which to continue, of a block that may be younger; None at the
+        end.
 
     Raises:
         OSError: A folder cannot be read.
     """
     found: list[OffloadKey] = []
+    num_examined, last = 0, after
     roots = block_roots(ops, namespace)
     for bucket in range(0 if after is None else bucket_of(after), REST):
         blocks = take_inventory(ops, namespace, roots.get(bucket, ())).blocks
-        found += sorted(key for key in blocks if after is None or key > after)
+        keys = sorted(key for key in blocks if after is None or key > after)
+        found += [key for key in keys if blocks[key] <= until_s]
         if len(found) >= count:
-            break
-    return found[:count]
+            return found[:count], found[count - 1]
+        num_examined, last = num_examined + len(keys), keys[-1] if keys else last
+        if num_examined >= _MOST_EXAMINED:
+            return found, last
+    return found, None
 
 
 def block_roots(ops: FileOps, namespace: Namespace) -> dict[int, list[str]]:

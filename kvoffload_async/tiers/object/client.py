@@ -5,8 +5,10 @@ from __future__ import annotations
 import heapq
 import json
 import logging
+import math
 import os
 import re
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -305,6 +307,11 @@ class ObjectClient(RemoteClient):
     async def list_keys(
         self, cursor: str | None, count: int
     ) -> tuple[list[OffloadKey], str | None]:
+        return await self.list_older(cursor, count, -math.inf)
+
+    async def list_older(
+        self, cursor: str | None, count: int, age_s: float
+    ) -> tuple[list[OffloadKey], str | None]:
         """Return keys in the order of their objects' names; a cursor is the end of a name.
 
         Empty objects count as absent. Names up to the cursor are ignored, so that a server that
@@ -312,17 +319,23 @@ class ObjectClient(RemoteClient):
         """
         prefix = f"{self._namespace}/"
         offset = None if cursor is None else prefix + cursor
-        found: list[tuple[str, int]] = []
+        until_s = time.time() - age_s
+        found: list[tuple[str, bool]] = []
         async for some in obstore.list(self._store, prefix, offset=offset, chunk_size=count):
             found += [
-                (meta["path"], meta["size"]) for meta in some if meta["path"] > (offset or "")
+                (
+                    meta["path"],
+                    bool(meta["size"]) and meta["last_modified"].timestamp() <= until_s,
+                )
+                for meta in some
+                if meta["path"] > (offset or "")
             ]
             if isinstance(self._store, LocalStore):
                 found = heapq.nsmallest(count, found)  # it lists in no order
             elif len(found) >= count:
                 break
         found = sorted(found)[:count]
-        keys = [key_of_name(name, self._namespace) for name, size in found if size]
+        keys = [key_of_name(name, self._namespace) for name, is_listed in found if is_listed]
         following = found[-1][0].removeprefix(prefix) if len(found) == count else None
         return [key for key in keys if key is not None], following
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
@@ -32,6 +33,7 @@ from kvoffload_async.tiers.object.client import (
     NAMESPACE,
     RENEWALS,
     claim_library,
+    description_name_of,
     key_of_name,
     open_store,
     read_at_most,
@@ -43,6 +45,9 @@ from kvoffload_async.types import OffloadKey
 if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
+
+_DESCRIPTION_BYTES: Final = 64 << 10
+"""Maximum length of the description of a namespace."""
 
 Judged = tuple[Verdict, str]
 """The verdict on one block, and the reason for it."""
@@ -202,7 +207,9 @@ class ObjectMaintenance(StoreMaintenance):
             async for page in pages:
                 for item in page:
                     found.take_in(item)
-        yield Summary("Store", found.rows, asdict(found))
+        model = await self._model()
+        rows = [("model", "unknown" if model is None else model), *found.rows]
+        yield Summary("Store", rows, {"model": model, **asdict(found)})
 
     async def verify(self, control: MaintenanceControl) -> Findings:
         inspected, place = Inspection(), self._begin(control)
@@ -231,6 +238,16 @@ class ObjectMaintenance(StoreMaintenance):
         yield Summary("Removed", removed.rows, asdict(removed), place.stopped_after)
 
     # -- internal -------------------------------------------------------------------------------
+
+    async def _model(self) -> str | None:
+        """Return the model that the description of the namespace names, if it is readable."""
+        try:
+            answer = await obstore.get_async(self._store, description_name_of(self._namespace))
+            text = await read_at_most(self._store, answer, _DESCRIPTION_BYTES)
+            model = json.loads(bytes(text or b"{}"))["model"]
+        except (exceptions.BaseError, OSError, ValueError, LookupError, TypeError, RecursionError):
+            return None
+        return model if isinstance(model, str) else None
 
     def _begin(self, control: MaintenanceControl) -> _Place:
         if control.resume_after and self._is_directory:

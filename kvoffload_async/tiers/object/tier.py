@@ -244,7 +244,7 @@ class ObjectTier(RemoteTier):
         "faster: raise connections and bytes_in_flight",
     }
 
-    capabilities = replace(RemoteTier.capabilities, probes_prefixes=True, lists=True)
+    capabilities = replace(RemoteTier.capabilities, probes_prefixes=True, ages=True)
     _settings: ObjectOptions
 
     def __init__(self, settings: ObjectOptions) -> None:
@@ -289,12 +289,13 @@ class ObjectTier(RemoteTier):
                 self._memory.vanished(self._memory.unknown(chain[length + 1 :]))
         return lengths
 
-    async def list_keys(
-        self, cursor: str | None, count: int
+    async def list_older(
+        self, cursor: str | None, count: int, age_s: float
     ) -> tuple[Sequence[OffloadKey], str | None]:
-        """Return keys in the order of the objects' names; a page may have fewer than objects."""
+        """As `list_keys`; a block's age is that of its object, which a renewal rewrites."""
         self._opened()
-        call = partial(self._client.list_keys, cursor, count)
+        client: Any = self._client
+        call = partial(client.list_older, cursor, count, age_s)
         return await self._calls.run(call, self._deadline(self._settings.job_timeout_s))
 
     def _create_client(self, namespace: str) -> RemoteClient:

@@ -271,18 +271,18 @@ class RemoteClient(ABC):
         """Restart the lifetime of existing values."""
 
     @abstractmethod
+    async def list_keys(
+        self, cursor: str | None, count: int
+    ) -> tuple[Sequence[OffloadKey], str | None]:
+        """List values; see `AsyncTier.list_keys`."""
+
+    @abstractmethod
     def mapped(self, error: Exception) -> TierError:
         """Convert an error of the library; the text may still contain secrets."""
 
     @abstractmethod
     async def close(self) -> None:
         """Close all connections; may be repeated."""
-
-    async def list_keys(
-        self, cursor: str | None, count: int
-    ) -> tuple[Sequence[OffloadKey], str | None]:
-        """List values, for a tier with `capabilities.lists`; see `AsyncTier.list_keys`."""
-        raise NotImplementedError
 
     def server_of(self, key: OffloadKey) -> Server:
         """Return the server of a key; a failed server does not affect keys on other servers."""

@@ -193,7 +193,7 @@ class RemoteTier(AsyncTier):
     """
 
     capabilities = TierCapabilities(
-        exclusive=False, persistent=True, locality=Locality.REMOTE, deletes=True
+        exclusive=False, persistent=True, locality=Locality.REMOTE, deletes=True, lists=True
     )
     bounds = TierBounds(concurrent_blocks=64)
 
@@ -316,6 +316,14 @@ class RemoteTier(AsyncTier):
         step = _BLOCKS_A_CALL if self._client.answers_many else 1
         await run_together(map(remove, self._client.portions(keys, step)), "remote:delete")
         return failures
+
+    async def list_keys(
+        self, cursor: str | None, count: int
+    ) -> tuple[Sequence[OffloadKey], str | None]:
+        """Return some keys, in the store's order; a page may have fewer than `count`."""
+        self._opened()
+        call = partial(self._client.list_keys, cursor, count)
+        return await self._calls.run(call, self._deadline(self._settings.job_timeout_s))
 
     async def close(self) -> None:
         """Close all connections; idempotent."""

@@ -21,6 +21,7 @@ from kvoffload_async.tiers.remote.calls import run_together
 from kvoffload_async.tiers.remote.client import Bytes, RefusedError, RemoteClient, Server, Value
 from kvoffload_async.tiers.remote.existence import ExpiringKeys
 from kvoffload_async.tiers.valkey.address import ValkeySettings
+from kvoffload_async.tiers.valkey.listing import list_page
 from kvoffload_async.tiers.valkey.nodes import Command, Node, Nodes
 from kvoffload_async.types import OffloadKey
 
@@ -189,6 +190,11 @@ class ValkeyClient(RemoteClient):
         await run_together(map(run, self.portions(keys, len(keys))), "remote:renewal")
         if errors:  # of a node that is down; keys of other nodes are renewed
             raise errors[0]
+
+    async def list_keys(
+        self, cursor: str | None, count: int
+    ) -> tuple[Sequence[OffloadKey], str | None]:
+        return await list_page(self._nodes, self._prefix, cursor, count)
 
     def mapped(self, error: Exception) -> TierError:
         if isinstance(error, TierError):

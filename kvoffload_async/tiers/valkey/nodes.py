@@ -270,6 +270,16 @@ class Nodes:
         """Return whether a node owns any slots."""
         return node in self._owners
 
+    @property
+    def slots(self) -> Sequence[Node | None]:
+        """The owner of each slot; empty if there is only one server, or they are unknown."""
+        return self._owners
+
+    @property
+    def owners(self) -> Sequence[Node]:
+        """The nodes of a cluster that own slots, in order."""
+        return sorted({node for node in self._owners if node is not None})
+
     def name_on(self, node: Node, stem: bytes) -> bytes | None:
         """Return a key (`stem` and a number) that a node owns; None if none was found."""
         names = (b"%b%d" % (stem, number) for number in range(_MOST_NAMES))

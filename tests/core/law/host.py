@@ -14,11 +14,11 @@ from core.terms import k, ranked
 from core.tiers import NativeTier
 from core.world import DOWN, NEVER_OPENS
 
-from kvoffload_async.abc.events import JobFinished, JobOverdue
+from kvoffload_async.abc.events import CallEnded, JobFinished, JobOverdue
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.core.cascades import RecentKeys
 from kvoffload_async.core.invariants import check_state
-from kvoffload_async.core.ledger import JobState, Ledger, StartProbe
+from kvoffload_async.core.ledger import CallTier, JobState, Ledger, StartProbe
 from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.core.tier_state import TURN_S
@@ -47,6 +47,7 @@ class Setting:
         drops: Whether pending blocks are evicted when no others are left.
         failures: Number of copies and writes that fail.
         resets: Number of resets.
+        deletes: The blocks of each deletion, which may begin once, at all places.
         cancels: Requests that may end while they wait.
         idle: Requests that may not be scheduled although their lookups are decided.
         again: Whether a request may come again.
@@ -72,6 +73,7 @@ class Setting:
     drops: bool = False
     failures: int = 0
     resets: int = 0
+    deletes: tuple[str, ...] = ()
     cancels: frozenset[int] = frozenset()
     idle: frozenset[int] = frozenset()
     again: bool = True
@@ -159,6 +161,10 @@ class Host:
             self.planner.cascades.send = lambda *_, **_options: None
         self.now_s = 0.0
         self.failures, self.resets = setting.failures, setting.resets
+        self.deletes = frozenset(range(len(setting.deletes)))
+        """The deletions that may still begin."""
+        self.calls: list[dict[int, tuple[OffloadKey, ...]]] = [{} for _ in self.tiers]
+        """Tier -> its calls that delete blocks, and these blocks."""
         self.requests: list[ReqContext | None] = [None] * len(setting.runs)
         self.loads: dict[int, tuple[list[OffloadKey], int]] = {}
         """Request -> blocks that it loads, and the generation of the grant."""
@@ -205,6 +211,10 @@ class Host:
                 yield "answered", index
                 if index in self.setting.hung:
                     yield "unanswered", index
+            moving = [*tier.state.jobs.unreported(), *(r.job for r in tier.state.jobs.orphaned())]
+            for keys in self.calls[index].values():
+                if all(set(keys).isdisjoint(job.keys) for job in moving):
+                    yield "deleted", (index, self._letters(keys))
         for number in self.writes:
             yield "written", number
             if self.failures:
@@ -231,6 +241,8 @@ class Host:
                 yield "again", number
             elif number in self.setting.cancels and self.waits(number):
                 yield "cancel", number
+        for number in self.deletes:
+            yield "delete", number
         if self.planner.promotions_paused:
             yield ("flushed",)
         elif self.resets and not self.planner.jobs:
@@ -252,6 +264,8 @@ class Host:
                 due = "probe", index, index not in self.setting.hung
             case ("unanswered", index):
                 due = "probe", index, has_deadlines
+            case ("deleted", what):
+                due = "call", what, True
             case ("written" | "lost", number):
                 due = "write", number, True
             case ("loaded", number):
@@ -277,10 +291,10 @@ class Host:
                 self._write_ended(number, success=how == "written")
             case ("loaded", number):
                 self._loaded(number)
-            case ("again", number):
-                self._come(number)
-            case ("cancel", number):
-                self._go(number)
+            case ("delete" | "deleted" as how, what):
+                self._delete(what) if how == "delete" else self._deleted(*what)
+            case ("again" | "cancel" as how, number):
+                self._come(number) if how == "again" else self._go(number)
             case ("reset",):
                 self.resets -= 1
                 self.planner.reset_cache()
@@ -298,6 +312,7 @@ class Host:
         if self.setting.stores_first:
             self._offer(offers)
         for number, count in found.items():
+            self._check_absent(number, count)
             if count is not None and number not in idle:
                 self._schedule(number, count)
         if not self.setting.stores_first:
@@ -320,9 +335,16 @@ class Host:
             is_deferred = not {*answers.values()} <= {HIT, MISS}
             count = next((i for i, key in enumerate(keys) if answers[key] is not HIT), len(keys))
             lost = [key for key in landed if answers[key] is not HIT]
-        if lost:
+        if lost and lost[0] not in self.primary.barred:
             self.refused.append(f"request {number} has a ticket for {self._letters(lost)}: no hit")
         return None if is_deferred else count
+
+    def _check_absent(self, number, count):
+        """No look-up finds a block that is being deleted."""
+        found = self.setting.runs[number][: count or 0]
+        for deletion in self.planner.deletions.running:
+            if lost := [letter for letter in found if k(letter) in deletion.keys]:
+                self.refused.append(f"request {number} finds {lost}, which is being deleted")
 
     def _schedule(self, number, count):
         ctx, keys = self.requests[number], [k(letter) for letter in self.setting.runs[number]]
@@ -363,6 +385,9 @@ class Host:
     def _check_named_end(self):
         """Whoever waits for room waits for something that ends."""
         room = self.planner.room
+        for key in room._holders:
+            if key in self.primary.barred:
+                self.refused.append(f"a ticket names {self.names[key]}, which is being deleted")
         if not room.queue or self.loads or self.writes or room.named:
             return
         if self.planner.jobs or self.planner.orphaned:
@@ -424,6 +449,20 @@ class Host:
         if is_early and failed != [request.failed for request in requests]:
             self.refused.append("the failure of a prefetch is held against a request")
 
+    def _delete(self, number):
+        self.deletes -= {number}
+        keys = [k(letter) for letter in self.setting.deletes[number]]
+        self.planner.delete(keys, range(len(self.tiers)))
+
+    def _deleted(self, index, letters):
+        calls = self.calls[index]
+        call_id = next(one for one, keys in calls.items() if self._letters(keys) == letters)
+        keys = calls.pop(call_id)
+        for key in keys:
+            self.tiers[index].contents.pop(key, None)
+        self.tiers[index].state.handle(CallEnded(call_id, "delete", frozenset(keys)))
+        self.planner.collect()
+
     def _write_ended(self, number, *, success):
         keys, generation = self.writes.pop(number)
         self.failures -= not success
@@ -449,6 +488,8 @@ class Host:
             for effect in tier.state.take_effects():
                 if isinstance(effect, StartProbe):
                     tier.ask(effect)
+                elif isinstance(effect, CallTier):
+                    self.calls[self.tiers.index(tier)][effect.call_id] = effect.keys
 
     # -- requests -------------------------------------------------------------------------------
 
@@ -488,6 +529,27 @@ class Host:
             self._room(),
             tuple(map(self._letters, self.planner._touches.used)),
             (self.failures, self.resets, self.planner.promotions_paused),
+            self._deletions(),
+        )
+
+    def _deletions(self):
+        deletions = self.planner.deletions
+        return (
+            self.deletes,
+            tuple(
+                (
+                    self._letters(sorted(each.keys)),
+                    each.has_rest,
+                    self._letters(sorted(each.in_use)),
+                    tuple(each.left.values()),
+                )
+                for each in deletions.running
+            ),
+            tuple(
+                tuple(self._letters(keys) for _, keys in queue.waiting)
+                for queue in deletions._queues
+            ),
+            tuple(frozenset(map(self._letters, calls.values())) for calls in self.calls),
         )
 
     def _copies(self, copies):

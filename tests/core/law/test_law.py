@@ -9,6 +9,7 @@ import pytest
 from core.law.exploration import Explorer, LawBrokenError, check_progress
 from core.law.host import Setting
 
+from kvoffload_async.core.barred import BarredKeys
 from kvoffload_async.core.room import Room
 from kvoffload_async.core.tier_state import TURN_S
 
@@ -45,6 +46,7 @@ BEHIND = replace(
     early=1,
     **ONCE,
 )
+DELETION = Setting(2, ("ab", "b"), {0: "ab"}, deletes=("b",), **LONG_STEPS, **ONCE)
 HUNG_STORES = replace(ONE_STORE, tiers=2, hung=frozenset({1}), copies=2)
 
 SETTINGS = {
@@ -58,6 +60,8 @@ SETTINGS = {
     "slots that are gone": GONE,
     "two tiers": replace(GONE, hung=frozenset()),
     "resets and cancellations": replace(ONE_TIER, resets=1, cancels=frozenset({0}), **ONCE),
+    "a deletion": DELETION,
+    "a deletion after probes": replace(DELETION, kinds={0: "probed"}),
     "probes": replace(SHARED, kinds={0: "probed"}, failures=0),
     "unknown order": replace(ONE_TIER, runs=("abc", "ad"), has_positions=False, **ONCE),
     "prefetch": AHEAD,
@@ -76,6 +80,9 @@ SETTINGS = {
 """What every run explores: tens to some thousand states."""
 
 SWEEP = {
+    "two deletions": replace(ONE_TIER, deletes=("ac", "b"), **ONCE),
+    "a deletion, and prefetch": replace(AHEAD, deletes=("b",), **ONCE),
+    "a deletion and a store": replace(ONE_TIER, deletes=("x",), stores=("x",), **ONCE),
     "stores in all slots": MANY_STORES,
     "a tier that hangs with stores": HUNG_STORES,
     "three requests": Setting(2, ("a", "b", "c"), {0: "abc"}, **LONG_STEPS, **ONCE),
@@ -236,7 +243,17 @@ def _holds_a_failed_prefetch_against_requests(monkeypatch):
     monkeypatch.setattr(Room, "fail", fail_for_all)
 
 
+def _keeps_tickets_for_deleted_blocks(monkeypatch):
+    monkeypatch.setattr(Room, "cut", lambda room, holders, keys: None)
+
+
+def _promotes_what_is_being_deleted(monkeypatch):
+    monkeypatch.setattr(BarredKeys, "without", lambda barred, keys: list(keys))
+
+
 WRONG = [
+    (_keeps_tickets_for_deleted_blocks, DELETION, "a ticket names"),
+    (_promotes_what_is_being_deleted, DELETION, "a ticket names"),
     (_promotes_ahead_of_the_queue, BEHIND, "although another waits"),
     (
         _keeps_early_tickets_from_stores,

@@ -79,6 +79,27 @@ def test_inspect_counts_blocks_bytes_ages_and_what_is_unknown(store):
     assert 5000 <= found["oldest_s"] < 5100
 
 
+@pytest.mark.parametrize(
+    ("content", "model"),
+    [
+        (None, "unknown"),
+        (b'{"model": "org/a"}', "org/a"),
+        (b'{"model": 5}', "unknown"),
+        (b"[]", "unknown"),
+        (b"\xff", "unknown"),
+        (b"[" * 100_000, "unknown"),
+    ],
+)
+def test_inspect_names_the_model_if_its_description_is_readable(store, content, model):
+    description = store.path(f"{store.namespace}.json")
+    description.unlink()
+    if content is not None:
+        description.write_bytes(content)
+    assert store.run("inspect")[1]["model"] == (None if model == "unknown" else model)
+    done = CliRunner().invoke(app, ["store", "inspect", store.connection.url])
+    assert model in done.stdout
+
+
 def test_verify_names_the_corrupt_blocks_and_changes_nothing(store):
     damage(store.connection, K[2])
     store.add(name_of(store.namespace, K[4]), b"short")

@@ -9,7 +9,12 @@ from remote.valkey.tiers import QUICK, calls_of, documented, tier_at
 from servers.process import free_ports, wait_until
 from servers.valkey import ValkeyServer
 
-from kvoffload_async.errors import CorruptBlockError, ShardUnavailableError
+from kvoffload_async.errors import (
+    CorruptBlockError,
+    ShardUnavailableError,
+    TierError,
+    TierUnavailableError,
+)
 from kvoffload_async.testing import TierHarness
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.remote.client import Value
@@ -116,6 +121,38 @@ def test_the_rights_that_the_page_names_are_enough_for_a_cluster(cluster):
         assert harness.load(K) == {}
         harness.run(harness.tier._client.renew(K))
         assert harness.tier.gauges()["failed"] == 0
+
+
+async def list_all(tier, count):
+    listed, cursor = await tier.list_keys(None, count)
+    while cursor is not None:
+        keys, cursor = await tier.list_keys(cursor, count)
+        listed += keys
+    return listed
+
+
+def test_a_listing_has_the_blocks_of_all_nodes(cluster):
+    with TierHarness(tier_at(cluster[0].url(), is_cluster=True, **QUICK), 64) as harness:
+        assert harness.store(K) == {}
+        assert set(harness.run(list_all(harness.tier, 5))) == set(K)
+
+
+def test_a_listing_fails_if_slots_move_or_a_node_is_down(own_cluster):
+    options = {"is_cluster": True} | QUICK | {"call_timeout_s": 0.5}
+    with TierHarness(tier_at(own_cluster[0].url(), **options), 64) as harness:
+        assert harness.store(K) == {}
+        _, cursor = harness.run(harness.tier.list_keys(None, 4))
+        source, target, *_ = own_cluster
+        with source.client() as old, target.client() as new:
+            name = new.execute_command("CLUSTER MYID").decode()
+            for client in (new, old):
+                client.execute_command("CLUSTER SETSLOT", 0, "NODE", name)
+        with pytest.raises(TierUnavailableError, match="slots of the cluster have moved"):
+            harness.run(harness.tier.list_keys(cursor, 4))
+        harness.run(harness.tier.list_keys(None, 4))
+        own_cluster[2].kill()
+        with pytest.raises(TierError):
+            harness.run(list_all(harness.tier, 4))
 
 
 @pytest.mark.parametrize("how", ["kill", "freeze"])
