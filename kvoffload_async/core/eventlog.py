@@ -104,7 +104,8 @@ class EventLog:
         self.entries: deque[_Entry] = deque()
         self._num_keys = 0
         """Number of keys in `entries`."""
-        self._unread_stores = KeyMap() if announces_removals and not remembers else None
+        holds_removals = enabled and announces_removals and not remembers
+        self._unread_stores = KeyMap() if holds_removals else None
         """Block -> number of its `STORED` in `entries`; None if no removal is held back."""
         self._held: set[OffloadKey] = set()
         """Blocks whose removal was taken and is not returned before their next event."""
