@@ -10,18 +10,20 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, cast
 
+from hiredis import pack_command
+
 from kvoffload_async.tiers.remote.client import Parts, Target, present_listener
 from kvoffload_async.tiers.valkey.replies import ReplyError, ReplyReader
 from kvoffload_async.waiting import LastingFuture, all_done
 
 Command = tuple[bytes | str | int | Parts, ...]
-"""A command; a tuple among its arguments is one value in several parts."""
+"""A command; its third element may be a value in several parts."""
 
-_COPIED_BYTES: Final = 16 << 10
-"""Shorter parts of values are joined with what precedes them: one more system call costs more."""
-_WRITE_BYTES: Final = 256 << 10
-"""Maximum bytes per write: asyncio's own loop and TLS copy what the socket does not take at once.
-"""
+_VALUE: Final = 2
+_COUNT_BYTES: Final = len(b"*2\r\n")
+"""What the library puts before the arguments; there are less than ten."""
+_BATCH_BYTES: Final = 256 << 10
+"""Bytes sent at once, so that no transport keeps more: TLS copies them, and asyncio's own loop."""
 
 
 class Connection(asyncio.BufferedProtocol):
@@ -72,9 +74,9 @@ class Connection(asyncio.BufferedProtocol):
         self._on_answer = present_listener()
         has_ended = False
         try:
-            for piece in _encoded(commands):
+            for batch in _encoded(commands):
                 self._raise_error()
-                self._transport.write(piece)
+                self._transport.writelines(batch)
                 while self._is_paused:
                     await self._change()
             while not reader.is_complete():
@@ -166,24 +168,27 @@ class Connection(asyncio.BufferedProtocol):
                 self._wake()
 
 
-def _encoded(commands: Sequence[Command]) -> Iterator[bytes | memoryview]:
-    """Encode commands; long parts of values are passed on without copying them."""
-    text: list[bytes | memoryview] = []
+def _encoded(commands: Sequence[Command]) -> Iterator[list[bytes | memoryview]]:
+    """Encode commands; return their pieces in batches. The parts of values are not copied."""
+    batch: list[bytes | memoryview] = []
+    num_bytes = 0
     for command in commands:
-        text.append(b"*%d\r\n" % len(command))
-        for argument in command:
-            if not isinstance(argument, tuple):
-                data = argument if isinstance(argument, bytes) else str(argument).encode()
-                text.append(b"$%d\r\n%b\r\n" % (len(data), data))
-                continue
-            text.append(b"$%d\r\n" % sum(map(len, argument)))
-            for part in argument:
-                if len(part) < _COPIED_BYTES:
-                    text.append(part)
-                    continue
-                yield b"".join(text)
-                text.clear()
-                for first in range(0, len(part), _WRITE_BYTES):
-                    yield part[first : first + _WRITE_BYTES]
-            text.append(b"\r\n")
-    yield b"".join(text)
+        for piece in _pieces_of(command):
+            for first in range(0, len(piece), _BATCH_BYTES):
+                batch.append(piece[first : first + _BATCH_BYTES])
+                num_bytes += len(batch[-1])
+                if num_bytes >= _BATCH_BYTES:
+                    yield batch
+                    batch, num_bytes = [], 0
+    if batch:
+        yield batch
+
+
+def _pieces_of(command: Command) -> Sequence[bytes | memoryview]:
+    value = command[_VALUE] if len(command) > _VALUE else None
+    if not isinstance(value, tuple):
+        return (pack_command(command),)
+    before = pack_command(command[:_VALUE])[_COUNT_BYTES:]
+    after = pack_command(command[_VALUE + 1 :])[_COUNT_BYTES:]
+    head = b"*%d\r\n%b$%d\r\n" % (len(command), before, sum(map(len, value)))
+    return head, *value, b"\r\n" + after

@@ -58,7 +58,7 @@ class ReplyReader:
         self._bound = 0
         self._targets: Sequence[Target | None] = ()
         self._buffer = memoryview(bytearray(_READ_BYTES))
-        self._next_bytes = 0
+        self._next_bytes = _READ_BYTES
         """Bytes to receive at once: with targets, not much more than what precedes a row."""
         self._parser = hiredis.Reader(protocolError=ReplyError, replyError=ServerError)
         self._line = b""  # partial header, or partial line end of a value
