@@ -186,9 +186,10 @@ def _encoded(commands: Sequence[Command]) -> Iterator[list[bytes | memoryview]]:
 
 def _pieces_of(command: Command) -> Sequence[bytes | memoryview]:
     value = command[_VALUE] if len(command) > _VALUE else None
+    rest: tuple[Any, ...] = command
     if not isinstance(value, tuple):
-        return (pack_command(command),)
-    before = pack_command(command[:_VALUE])[_COUNT_BYTES:]
-    after = pack_command(command[_VALUE + 1 :])[_COUNT_BYTES:]
+        return (pack_command(rest),)
+    before = pack_command(rest[:_VALUE])[_COUNT_BYTES:]
+    after = pack_command(rest[_VALUE + 1 :])[_COUNT_BYTES:]
     head = b"*%d\r\n%b$%d\r\n" % (len(command), before, sum(map(len, value)))
     return head, *value, b"\r\n" + after

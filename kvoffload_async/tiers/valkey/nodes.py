@@ -107,7 +107,7 @@ class ConnectionPool:
                 lambda: connection,
                 sock=connected,
                 ssl=login.tls,
-                server_hostname=login.tls and self.route.host,
+                server_hostname=self.route.host if login.tls else None,
             )
         except TimeoutError as error:
             raise CallTimeoutError(f"{self.route.host}: no connection in time ({error})") from None
