@@ -22,7 +22,7 @@ Command = tuple[bytes | str | int | Parts, ...]
 _VALUE: Final = 2
 _COUNT_BYTES: Final = len(b"*2\r\n")
 """What the library puts before the arguments; there are less than ten."""
-_BATCH_BYTES: Final = 256 << 10
+_BATCH_BYTES: Final = 1 << 20
 """Bytes sent at once, so that no transport keeps more: TLS copies them, and asyncio's own loop."""
 
 
