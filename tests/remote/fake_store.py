@@ -91,7 +91,7 @@ class FakeClient(RemoteClient):
         await self._begin("exist", keys)
         return frozenset(key for key in keys if key in self.values)
 
-    async def get(self, keys, most_bytes):
+    async def get(self, keys, targets):
         await self._begin("get", keys)
         await asyncio.sleep(self.read_s)
         found = [self.values.get(key) for key in keys]
@@ -101,7 +101,7 @@ class FakeClient(RemoteClient):
         await self._begin("put", keys)
         for key, value in zip(keys, values, strict=True):
             if key not in self.full:
-                self.values.setdefault(key, value.tobytes())
+                self.values.setdefault(key, b"".join(value))
         return [TierFullError("no room, says s3cret") if key in self.full else None for key in keys]
 
     async def remove_if(self, key, value, sha1):

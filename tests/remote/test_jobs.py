@@ -89,9 +89,9 @@ def test_a_block_that_was_written_anew_meanwhile_is_not_removed():
         world.store(K[:1])
         good, get = world.client.values[K[0]], world.client.get
 
-        async def get_bad(keys, most_bytes):
+        async def get_bad(keys, targets):
             world.client.values[K[0]] = good[:-1] + b"\1"
-            found = await get(keys, most_bytes)
+            found = await get(keys, targets)
             world.client.values[K[0]] = good
             return found
 
@@ -329,10 +329,10 @@ def test_a_block_that_was_bad_on_its_way_alone_is_read_again_and_served():
         world.store(K[:3])
         good, get = dict(world.client.values), world.client.get
 
-        async def get_bad_once(keys, most_bytes):
+        async def get_bad_once(keys, targets):
             if len(keys) == 3:
                 world.client.values[K[1]] = good[K[1]][:-1] + b"\1"
-            found = await get(keys, most_bytes)
+            found = await get(keys, targets)
             world.client.values[K[1]] = good[K[1]]
             return found
 

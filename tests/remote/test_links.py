@@ -49,11 +49,11 @@ class LinkClient(FakeClient):
             await self._pass("down", 0)
 
     async def put(self, keys, values):
-        await self._pass("up", sum(value.nbytes for value in values))
+        await self._pass("up", sum(part.nbytes for value in values for part in value))
         return await super().put(keys, values)
 
-    async def get(self, keys, most_bytes):
-        found = await super().get(keys, most_bytes)
+    async def get(self, keys, targets):
+        found = await super().get(keys, targets)
         await self._pass("down", sum(len(value.data) for value in found if value))
         return found
 

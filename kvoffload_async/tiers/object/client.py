@@ -32,10 +32,11 @@ from kvoffload_async.tiers.object.endpoints import (
     unencrypted_endpoint,
 )
 from kvoffload_async.tiers.remote.client import (
-    Bytes,
+    Parts,
     RefusedError,
     RemoteClient,
     Server,
+    Target,
     Value,
     ValueExistsError,
     heard,
@@ -263,15 +264,16 @@ class ObjectClient(RemoteClient):
         return frozenset(key for key, meta in found.items() if meta is not None and meta["size"])
 
     async def get(
-        self, keys: Sequence[OffloadKey], most_bytes: int
+        self, keys: Sequence[OffloadKey], targets: Sequence[Target]
     ) -> Sequence[Value | TierError | None]:
-        return [await self._get(self._name(key), most_bytes) for key in keys]
+        pairs = zip(keys, targets, strict=True)
+        return [await self._get(self._name(key), target.capacity - 1) for key, target in pairs]
 
     async def put(
-        self, keys: Sequence[OffloadKey], values: Sequence[Bytes]
+        self, keys: Sequence[OffloadKey], values: Sequence[Parts]
     ) -> Sequence[TierError | None]:
         pairs = zip(keys, values, strict=True)
-        return [await self._create(self._name(key), value.data) for key, value in pairs]
+        return [await self._create(self._name(key), value) for key, (value,) in pairs]
 
     async def remove_if(self, key: OffloadKey, value: Value, sha1: str) -> bool:
         """Remove an object if its version is unchanged.

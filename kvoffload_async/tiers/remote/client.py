@@ -38,6 +38,10 @@ _MAX_KEY_BYTES: Final = 4096
 Bytes = npt.NDArray[np.uint8]
 
 
+Parts = tuple[memoryview, ...]
+"""A value in several parts."""
+
+
 @dataclass(frozen=True, slots=True)
 class Header:
     """Decoded header of a value, not yet verified."""
@@ -90,6 +94,53 @@ def _namespace_of(layout: str, key_id: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:NAMESPACE_DIGITS]
 
 
+class Target:
+    """Memory for a value: a header, a block's row, and one byte more, to see that it is longer.
+
+    Attributes:
+        capacity: Maximum bytes of a value.
+        num_bytes: Length of the value that a client has read here.
+        header: Memory of the header.
+        row: Memory of the block.
+    """
+
+    __slots__ = ("_more", "capacity", "header", "num_bytes", "row")
+
+    def __init__(self, header_bytes: int, row: Bytes) -> None:
+        """Refer to a row."""
+        self.header = memoryview(bytearray(header_bytes))
+        self.row = row.data
+        self._more = memoryview(bytearray(1))
+        self.capacity = header_bytes + len(self.row) + 1
+        self.num_bytes = 0
+
+    def parts(self) -> list[memoryview]:
+        """Return the memory of a value with `num_bytes` bytes, in non-empty parts."""
+        parts, left = [], self.num_bytes
+        for part in (self.header, self.row, self._more):
+            if left > 0:
+                parts.append(part[:left])
+            left -= len(part)
+        return parts
+
+    def fill(self, value: memoryview) -> None:
+        """Copy a value here, with the GIL released, unless it is too long."""
+        self.num_bytes, begin = len(value), 0
+        if self.num_bytes <= self.capacity:
+            for part in self.parts():
+                source = value[begin : begin + len(part)]
+                np.copyto(np.asarray(part), np.asarray(source))
+                begin += len(part)
+
+    def copy(self) -> memoryview:
+        """Return a copy of the value that was read here."""
+        return memoryview(b"".join(self.parts()))
+
+    def release(self) -> None:
+        """Let go of the row."""
+        self.row.release()
+
+
 class Envelopes:
     """Encodes and decodes blocks of one layout. Thread: any.
 
@@ -128,19 +179,34 @@ class Envelopes:
         np.copyto(value[offset:], row)
         return value
 
-    def unwrap(self, key: OffloadKey, value: memoryview, row: Bytes) -> CorruptBlockError | None:
-        """Copy a value's block into a row, and verify the copy: others may modify the value.
+    def parts(self, key: OffloadKey, row: Bytes) -> Parts:
+        """Encode a block without copying it: its header, and its row. Releases the GIL."""
+        return memoryview(self._header(key, self._digester.digest(key, row.data))), row.data
 
-        Returns the error instead of raising it, because its traceback would keep the row alive.
+    def target(self, key: OffloadKey, row: Bytes) -> Target:
+        """Return the memory for a block's value."""
+        return Target(payload_offset(len(key)), row)
+
+    def unwrap(self, key: OffloadKey, value: memoryview, row: Bytes) -> CorruptBlockError | None:
+        """Copy a value's block into a row, and verify the copy; see `verify`."""
+        return self.verify(key, Target(payload_offset(len(key)), row), value)
+
+    def verify(
+        self, key: OffloadKey, target: Target, value: memoryview | None = None
+    ) -> CorruptBlockError | None:
+        """Verify the value that a target has, after copying it there unless that is None.
+
+        Only copies are verified, because others may modify the value. Returns the error instead of
+        raising it, because its traceback would keep the row alive.
         """
-        offset = payload_offset(len(key))
-        if len(value) != offset + self.block_bytes:
+        if value is not None:
+            target.fill(value)
+        expected = self.value_bytes(key)
+        if target.num_bytes != expected:
             return CorruptBlockError(
-                f"{block_text(key)}: {len(value)} bytes instead of {offset + self.block_bytes}"
+                f"{block_text(key)}: {target.num_bytes} bytes instead of {expected}"
             )
-        header = bytes(value[:offset])
-        np.copyto(row, np.frombuffer(value[offset:], dtype=np.uint8))
-        if header != self._header(key, self._digester.digest(key, row.data)):
+        if target.header != self._header(key, self._digester.digest(key, target.row)):
             return CorruptBlockError(f"{block_text(key)}: wrong header or checksum")
         return None
 
@@ -183,6 +249,11 @@ def heard() -> None:
     _on_answer.get()()
 
 
+def present_listener() -> Callable[[], object]:
+    """Return what `heard` calls in this task, for use in other contexts."""
+    return _on_answer.get()
+
+
 Server = Hashable
 """Identifies one of a store's servers; None: the only server, or an unknown one."""
 
@@ -200,16 +271,17 @@ class Value:
     """A value read from a store.
 
     Attributes:
-        data: The bytes; empty if the value is too long to be a block, and was not read.
+        data: The bytes; empty if the value is too long to be a block, and was not read. None: they
+            are in the target.
         version: Version identifier assigned by the store, if any.
     """
 
-    data: memoryview
+    data: memoryview | None
     version: str | None = None
 
     def sha1(self) -> str:
         """Return the SHA-1 of the bytes, for stores without version identifiers."""
-        return hashlib.sha1(self.data, usedforsecurity=False).hexdigest()
+        return hashlib.sha1(self.data or b"", usedforsecurity=False).hexdigest()
 
 
 class RemoteClient(ABC):
@@ -225,6 +297,8 @@ class RemoteClient(ABC):
     """Kind of store, for messages."""
     answers_many: ClassVar[bool]
     """Whether one call can look up many keys; otherwise each needs a request."""
+    is_in_place: ClassVar[bool] = False
+    """Whether values are read into their targets, and stored from their rows."""
 
     @abstractmethod
     async def connect(self) -> None:
@@ -240,20 +314,22 @@ class RemoteClient(ABC):
 
     @abstractmethod
     async def get(
-        self, keys: Sequence[OffloadKey], most_bytes: int
+        self, keys: Sequence[OffloadKey], targets: Sequence[Target]
     ) -> Sequence[Value | TierError | None]:
         """Return for each key its value, the read error, or None if absent.
 
         Args:
             keys: Keys of the blocks.
-            most_bytes: Longer values need not be read.
+            targets: Memory for their values. Longer values need not be read.
         """
 
     @abstractmethod
     async def put(
-        self, keys: Sequence[OffloadKey], values: Sequence[Bytes]
+        self, keys: Sequence[OffloadKey], values: Sequence[Parts]
     ) -> Sequence[TierError | None]:
         """Store values that do not exist yet; return for each value its error or None.
+
+        Each value has one part, unless `is_in_place`.
 
         A value that exists is a `ValueExistsError` if the server may have refused it unread.
         """

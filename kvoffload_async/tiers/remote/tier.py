@@ -10,7 +10,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
 from typing import Final, TypeVar
@@ -38,10 +38,11 @@ from kvoffload_async.errors import (
 )
 from kvoffload_async.tiers.remote.calls import Calls, CongestionWindow, run_together
 from kvoffload_async.tiers.remote.client import (
-    Bytes,
     Envelopes,
+    Parts,
     RefusedError,
     RemoteClient,
+    Target,
     Value,
     ValueExistsError,
 )
@@ -400,18 +401,26 @@ class RemoteTier(AsyncTier):
         if not indices:
             return {}
 
-        def wrap() -> list[Bytes]:
+        def wrap() -> list[Parts]:
             rows = np.asarray(self._opened().kv_view)
-            return [self._envelopes.wrap(keys[i], rows[slots[i]]) for i in indices]
+            if self._client.is_in_place:
+                return [self._envelopes.parts(keys[i], rows[slots[i]]) for i in indices]
+            return [(self._envelopes.wrap(keys[i], rows[slots[i]]).data,) for i in indices]
 
         values = await self._in_thread(Direction.STORE, wrap)
         missing = [keys[i] for i in indices]
         put, departure = partial(self._client.put, missing, values), self._stores.began()
         server = self._client.server_of(missing[0])
-        outcomes = await self._calls.run(put, deadline_s, server=server)
+        try:
+            outcomes = await self._calls.run(put, deadline_s, server=server)
+        finally:
+            if self._client.is_in_place:
+                for _, row in values:
+                    row.release()
         exist = [isinstance(error, ValueExistsError) for error in outcomes]
         self._counters.present_blocks += sum(exist)
-        sent = (value.nbytes for value, exists in zip(values, exist, strict=True) if not exists)
+        sizes = map(self._envelopes.value_bytes, missing)
+        sent = (size for size, exists in zip(sizes, exist, strict=True) if not exists)
         self._stores.ended(departure, sum(sent))
         failures = {
             i: self._redacted(keys[i], error)
@@ -451,33 +460,48 @@ class RemoteTier(AsyncTier):
     ) -> tuple[dict[int, TierError], dict[int, Value]]:
         """Read blocks into their slots; return all failures, and the values of corrupt blocks."""
         keys, slots = job.keys, job.block_ids
-        wanted = [keys[i] for i in indices]
-        most_bytes = max(map(self._envelopes.value_bytes, wanted))
-        get, departure = partial(self._client.get, wanted, most_bytes), self._loads.began()
+        rows = np.asarray(self._opened().kv_view)
+        targets = {i: self._envelopes.target(keys[i], rows[slots[i]]) for i in indices}
+        del rows
+        try:
+            return await self._read_into(targets, keys, deadline_s)
+        finally:
+            for target in targets.values():
+                target.release()
+
+    async def _read_into(
+        self, targets: Mapping[int, Target], keys: Sequence[OffloadKey], deadline_s: float
+    ) -> tuple[dict[int, TierError], dict[int, Value]]:
+        wanted = [keys[i] for i in targets]
+        get = partial(self._client.get, wanted, list(targets.values()))
+        departure = self._loads.began()
         server = self._client.server_of(wanted[0])
         found = await self._calls.run(get, deadline_s, server=server)
         failures: dict[int, TierError] = {}
         values: dict[int, Value] = {}
-        for i, value in zip(indices, found, strict=True):
+        for (i, target), value in zip(targets.items(), found, strict=True):
             if isinstance(value, Value):
                 values[i] = value
+                if value.data is not None:
+                    target.num_bytes = len(value.data)
             elif value is None:
                 failures[i] = BlockMissingError(f"{block_text(keys[i])} is not stored")
             else:
                 failures[i] = self._redacted(keys[i], value)
         del found, value
-        self._loads.ended(departure, sum(len(value.data) for value in values.values()))
+        self._loads.ended(departure, sum(targets[i].num_bytes for i in values))
 
-        def unwrap() -> None:
-            rows = np.asarray(self._opened().kv_view)
-            for i in tuple(values):
-                error = self._envelopes.unwrap(keys[i], values[i].data, rows[slots[i]])
+        def verify() -> None:
+            for i, value in tuple(values.items()):
+                error = self._envelopes.verify(keys[i], targets[i], value.data)
                 if error is None:
                     del values[i]  # now: the longer it lives, the more fresh pages others need
-                else:
-                    failures[i] = error
+                    continue
+                failures[i] = error
+                if value.data is None:  # the row is used again
+                    values[i] = replace(value, data=targets[i].copy())
 
-        await self._in_thread(Direction.LOAD, unwrap)
+        await self._in_thread(Direction.LOAD, verify)
         return failures, values
 
     async def _remove(self, key: OffloadKey, value: Value, deadline_s: float) -> None:

@@ -183,7 +183,7 @@ _TCP_OPTIONS: Final = {
     socket.TCP_KEEPINTVL: 5,
     socket.TCP_KEEPCNT: 3,
 }
-"""Socket options, as the library sets them itself: a dead peer is noticed within 45 s."""
+"""Socket options: a dead peer is noticed within 45 s."""
 
 
 class Route:

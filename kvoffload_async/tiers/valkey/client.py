@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any, ClassVar, Final, cast
 
-from redis import exceptions
-
 from kvoffload_async.errors import (
     CallTimeoutError,
     TierError,
@@ -18,11 +16,20 @@ from kvoffload_async.errors import (
     TierUnavailableError,
 )
 from kvoffload_async.tiers.remote.calls import run_together
-from kvoffload_async.tiers.remote.client import Bytes, RefusedError, RemoteClient, Server, Value
+from kvoffload_async.tiers.remote.client import (
+    Parts,
+    RefusedError,
+    RemoteClient,
+    Server,
+    Target,
+    Value,
+)
 from kvoffload_async.tiers.remote.existence import ExpiringKeys
 from kvoffload_async.tiers.valkey.address import ValkeySettings
+from kvoffload_async.tiers.valkey.connection import Command
 from kvoffload_async.tiers.valkey.listing import list_page
-from kvoffload_async.tiers.valkey.nodes import Command, Node, Nodes
+from kvoffload_async.tiers.valkey.nodes import Node, Nodes
+from kvoffload_async.tiers.valkey.replies import ReplyError, ServerError
 from kvoffload_async.types import OffloadKey
 
 _PORTION_BYTES: Final = 4 << 20
@@ -41,10 +48,14 @@ _REMOVE_IF: Final = (
 )
 _WHOLE: Final = "-1"
 _REFUSALS: Final = (
-    exceptions.AuthenticationError,
-    exceptions.AuthorizationError,
-    exceptions.NoPermissionError,
+    "WRONGPASS",
+    "NOAUTH",
+    "NOPERM",
+    "ERR AUTH",
+    "ERR Client sent AUTH",
+    "ERR invalid password",
 )
+"""How the server's answers to wrong credentials and missing permissions begin."""
 
 
 class ValkeyClient(RemoteClient):
@@ -52,6 +63,7 @@ class ValkeyClient(RemoteClient):
 
     location: ClassVar[str] = "valkey"
     answers_many: ClassVar[bool] = True
+    is_in_place: ClassVar[bool] = True
 
     def __init__(
         self, settings: ValkeySettings, namespace: str, emptied: Callable[[], None]
@@ -118,25 +130,28 @@ class ValkeyClient(RemoteClient):
         return frozenset(key for key in present if not self._condemned.has(key, now_s))
 
     async def get(
-        self, keys: Sequence[OffloadKey], most_bytes: int
+        self, keys: Sequence[OffloadKey], targets: Sequence[Target]
     ) -> Sequence[Value | TierError | None]:
-        """Read at most `most_bytes` of each value: a string may have 512 MiB."""
-        commands = [("GETRANGE", self._prefix + key, 0, most_bytes) for key in keys]
-        node = self._node_of_all(keys)
-        found = [_bytes_of(r) for r in await self._nodes.run(node, commands, most_bytes + 1)]
-        # The reply is empty for absent keys, empty strings and other types.
-        empty = [key for key, data in zip(keys, found, strict=True) if not data]
+        """Read values into their targets, and no more of them: a string may have 512 MiB."""
+        commands: list[Command] = [
+            ("GETRANGE", self._prefix + key, 0, target.capacity - 1)
+            for key, target in zip(keys, targets, strict=True)
+        ]
+        replies = await self._nodes.run(self._node_of_all(keys), commands, targets)
+        sizes = [_size_of(reply) for reply in replies]
+        # The size is 0 for absent keys, empty strings and other types.
+        empty = [key for key, size in zip(keys, sizes, strict=True) if not size]
         present = await self.exist(empty) if empty else frozenset()
-        self._saw([key for key, data in zip(keys, found, strict=True) if data])
+        self._saw([key for key, size in zip(keys, sizes, strict=True) if size])
         return [
-            Value(memoryview(data), str(most_bytes) if len(data) > most_bytes else _WHOLE)
-            if data or key in present
+            Value(None, _WHOLE if size < target.capacity else str(size - 1))
+            if size or key in present
             else None
-            for key, data in zip(keys, found, strict=True)
+            for key, target, size in zip(keys, targets, sizes, strict=True)
         ]
 
     async def put(
-        self, keys: Sequence[OffloadKey], values: Sequence[Bytes]
+        self, keys: Sequence[OffloadKey], values: Sequence[Parts]
     ) -> Sequence[TierError | None]:
         """Store values; overwrite only corrupt ones that could not be removed.
 
@@ -148,7 +163,7 @@ class ValkeyClient(RemoteClient):
         now_s = asyncio.get_running_loop().time()
         for key, value in zip(keys, values, strict=True):
             condition = () if self._condemned.has(key, now_s) else ("NX",)
-            commands.append(("SET", self._prefix + key, value.data, *lifetime, *condition))
+            commands.append(("SET", self._prefix + key, value, *lifetime, *condition))
         node = self._node_of_all(keys)
         replies = await self._nodes.run(node, commands)
         outcomes = [self.mapped(r) if isinstance(r, Exception) else None for r in replies]
@@ -199,12 +214,15 @@ class ValkeyClient(RemoteClient):
     def mapped(self, error: Exception) -> TierError:
         if isinstance(error, TierError):
             return error
-        if isinstance(error, exceptions.OutOfMemoryError):
-            return TierFullError("the server is at its maxmemory")
         text = f"{type(error).__name__}: {error}"
-        if isinstance(error, _REFUSALS) or "CERTIFICATE_VERIFY_FAILED" in text:
+        if isinstance(error, ServerError):
+            if error.code == "OOM":
+                return TierFullError("the server is at its maxmemory")
+            if str(error).startswith(_REFUSALS):
+                return RefusedError(text)
+        if "CERTIFICATE_VERIFY_FAILED" in text:
             return RefusedError(text)
-        if isinstance(error, exceptions.TimeoutError):
+        if isinstance(error, TimeoutError):
             return CallTimeoutError(text)
         return TierUnavailableError(text)
 
@@ -254,16 +272,23 @@ def _raise_first(replies: Sequence[Any]) -> None:
             raise reply
 
 
-def _bytes_of(reply: bytes | Exception) -> bytes:
-    """Return a string reply; empty if the value has another type. Raises other errors."""
-    if not isinstance(reply, Exception):
-        return reply
-    if "WRONGTYPE" in str(reply):
-        return b""
-    raise reply
+def _size_of(reply: object) -> int:
+    """Return the size of a value that was read; 0 if there is none. Raises other errors."""
+    if isinstance(reply, Exception):
+        if _is_wrong_type(reply):
+            return 0
+        raise reply
+    if not isinstance(reply, int):
+        raise ReplyError("a value was not answered with a string")
+    return reply
 
 
-def _label_of(reply: bytes | Exception) -> bytes:
-    """Return the label in a reply; empty if it is not a valid label."""
-    label = _bytes_of(reply)
-    return label if len(label) == _LABEL_BYTES else b""
+def _label_of(reply: object) -> bytes:
+    """Return the label in a reply; empty if it is not a valid label. Raises other errors."""
+    if isinstance(reply, Exception) and not _is_wrong_type(reply):
+        raise reply
+    return reply if isinstance(reply, bytes) and len(reply) == _LABEL_BYTES else b""
+
+
+def _is_wrong_type(error: Exception) -> bool:
+    return isinstance(error, ServerError) and error.code == "WRONGTYPE"

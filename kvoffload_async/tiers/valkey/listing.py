@@ -14,7 +14,8 @@ from typing import Any, Final
 
 from kvoffload_async.errors import TierError, TierUnavailableError
 from kvoffload_async.tables.keymap import MAX_KEY_BYTES
-from kvoffload_async.tiers.valkey.nodes import Node, Nodes, ReplyError
+from kvoffload_async.tiers.valkey.nodes import Node, Nodes
+from kvoffload_async.tiers.valkey.replies import ReplyError
 from kvoffload_async.types import OffloadKey
 
 _SCANS_A_PAGE: Final = 16
@@ -54,7 +55,7 @@ async def list_page(
         command = ("SCAN", position, "MATCH", prefix + b"*", "COUNT", wanted)
         name_bytes = len(prefix) + MAX_KEY_BYTES + _NAME_OVERHEAD_BYTES
         most_bytes = (2 * wanted + _EXCESS_NAMES) * name_bytes
-        (reply,) = await nodes.run(servers[at], [command], most_bytes)
+        (reply,) = await nodes.run(servers[at], [command], most_bytes=most_bytes)
         position, keys = _parse_reply(reply, position, prefix)
         found.update(dict.fromkeys(keys))
         at += position == 0

@@ -19,7 +19,7 @@ class ValkeyTier(RemoteTier):
     """
 
     declares = ValkeySettings
-    requires: ClassVar = dict.fromkeys(("redis", "hiredis"), "install kvoffload-async[valkey]")
+    requires: ClassVar = {"hiredis": "install kvoffload-async[valkey]"}
     remedies: ClassVar = {
         **REMEDIES,
         CorruptBlockError: "not served; if this recurs, check the memory of the server",

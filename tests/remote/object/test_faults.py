@@ -6,6 +6,7 @@ from datetime import timedelta
 import obstore
 import pytest
 from remote.object.tiers import QUICK, names_in, tier_on
+from remote.values import read, value_of
 from servers.process import at_length
 from servers.seaweedfs import SeaweedServer
 
@@ -245,7 +246,7 @@ def test_a_bad_object_is_removed_only_if_it_is_still_the_bad_one(connection):
         name, store = client._name(K[0]), connection.open()
         good = bytes(obstore.get(store, name).bytes())
         obstore.put(store, name, b"bad")
-        (bad,) = harness.run(client.get(K[:1], 1 << 20))
+        bad = read(harness, K[0], 1 << 20)
         obstore.put(store, name, good)
         assert harness.run(client.remove_if(K[0], bad, "")) is False
         assert recovers(harness, K[:1])
@@ -261,7 +262,7 @@ def test_an_object_that_is_too_long_is_not_read(connection):
     with open_on(connection) as harness:
         harness.store(K[:1])
         obstore.put(connection.open(), harness.tier._client._name(K[0]), bytes(1 << 20))
-        (found,) = harness.run(harness.tier._client.get(K[:1], BLOCK_BYTES + 128))
+        found = read(harness, K[0], BLOCK_BYTES + 128)
         assert len(found.data) == 0
         assert kinds(harness.load(K[:1])) == {CorruptBlockError}
 
@@ -294,8 +295,7 @@ def test_an_error_of_the_library_is_named_by_what_it_means(text, kind, tmp_path)
 def test_the_first_writer_wins_where_two_write_at_once(connection):
     with open_on(connection) as harness:
         obstore.put(connection.open(), harness.tier._client._name(K[0]), b"first")
-        client, value = harness.tier._client, harness.tier._envelopes.wrap(K[0], harness.rows[0])
-        (error,) = harness.run(client.put(K[:1], [value]))
+        value = value_of(harness, K[0], 0)
+        (error,) = harness.run(harness.tier._client.put(K[:1], [value]))
         assert isinstance(error, ValueExistsError)
-        (found,) = harness.run(client.get(K[:1], 1 << 20))
-        assert bytes(found.data) == b"first"
+        assert bytes(read(harness, K[0], 1 << 20).data) == b"first"

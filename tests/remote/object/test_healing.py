@@ -8,6 +8,7 @@ import obstore
 import pytest
 from remote.object.test_faults import K, kinds, open_on, recovers
 from remote.object.tiers import names_in
+from remote.values import read, room, value_of
 from servers.scripted_http import ScriptedServer
 
 from kvoffload_async.errors import BlockMissingError, CorruptBlockError
@@ -102,7 +103,7 @@ def test_google_cloud_storage_is_told_the_generation_that_is_overwritten():
         client = ObjectClient(store, "0" * 32, {})
 
         async def remove():
-            (found,) = await client.get(K[:1], 1 << 20)
+            (found,) = await client.get(K[:1], [room(1 << 20)])
             return await client.remove_if(K[0], found, "")
 
         assert asyncio.run(remove())
@@ -123,7 +124,7 @@ def test_a_bad_object_that_has_changed_meanwhile_is_neither_emptied_nor_deleted(
         client = ObjectClient(store, "0" * 32, {})
 
         async def remove():
-            (found,) = await client.get(K[:1], 1 << 20)
+            (found,) = await client.get(K[:1], [room(1 << 20)])
             return await client.remove_if(K[0], found, "")
 
         assert asyncio.run(remove()) is False
@@ -146,13 +147,12 @@ def test_of_two_hosts_that_overwrite_an_emptied_object_the_first_one_wins(
             assert await other.tier._client.put(K[:1], [value]) == [None]
         return found
 
-    value = other.tier._envelopes.wrap(K[0], other.rows[0])
+    value = value_of(other, K[0], 0)
     monkeypatch.setattr(obstore, "head_async", head_and_then_the_other)
     (error,) = one.run(one.tier._client.put(K[:1], [value]))
     is_directory = connection.url.startswith("file:")
     assert type(error) is (type(None) if is_directory else ValueExistsError)
-    (found,) = one.run(one.tier._client.get(K[:1], len(value)))
-    assert bytes(found.data) == value.tobytes()
+    assert read(one, K[0], value[0].nbytes).data == value[0]
 
 
 def test_what_the_server_forbids_to_delete_is_known_by_its_answer():

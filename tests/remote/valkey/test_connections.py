@@ -77,7 +77,7 @@ def test_a_file_that_lags_behind_costs_what_fails_until_then_and_shows_no_secret
         password_file.write_text(NEW)
         assert harness.load(K[:4]) == {}
         said = caplog.text + repr(failures) + str(raised.value) + repr(harness.tier._settings)
-        assert "AuthenticationError" in said
+        assert "WRONGPASS" in said
         assert OLD not in said
         assert NEW not in said
         assert harness.tier._settings.redact(f"{OLD} {NEW}") == "*** ***"

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from remote.valkey.tiers import QUICK, tier_at
+from remote.values import read, value_of
 from servers.proxy import Proxy
 from servers.valkey import ValkeyServer
 
@@ -260,7 +261,7 @@ def test_a_value_that_cannot_be_a_block_is_not_read_further_and_is_removed(serve
         with server.client() as client:
             client.delete(name)
             client.rpush(name, *value) if isinstance(value, list) else client.set(name, value)
-        (found,) = harness.run(harness.tier._client.get([K[1]], BLOCK_BYTES))
+        found = read(harness, K[1], BLOCK_BYTES)
         assert len(found.data) <= BLOCK_BYTES + 1
         failures = harness.load(K[:3])
         assert {i: type(error) for i, error in failures.items()} == {1: CorruptBlockError}
@@ -276,7 +277,7 @@ def test_a_block_that_has_replaced_a_long_value_is_not_removed(server):
         with server.client() as plain:
             good = plain.get(name)
             plain.set(name, good + b"more")
-            (long,) = harness.run(client.get(K[:1], len(good)))
+            long = read(harness, K[0], len(good))
             plain.set(name, good)
         assert harness.run(client.remove_if(K[0], long, long.sha1())) is False
         assert recovers(harness, K[:1])
@@ -316,7 +317,6 @@ def test_the_first_writer_wins_where_two_write_at_once(server):
     with open_at(server.url()) as harness:
         with server.client() as client:
             client.set(harness.tier._client._prefix + K[0], b"first")
-        client, value = harness.tier._client, harness.tier._envelopes.wrap(K[0], harness.rows[0])
-        assert harness.run(client.put(K[:1], [value])) == [None]
-        (found,) = harness.run(client.get(K[:1], 1 << 20))
-        assert bytes(found.data) == b"first"
+        value = value_of(harness, K[0], 0)
+        assert harness.run(harness.tier._client.put(K[:1], [value])) == [None]
+        assert bytes(read(harness, K[0], 1 << 20).data) == b"first"

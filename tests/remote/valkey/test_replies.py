@@ -1,29 +1,26 @@
 """A server that replies with what nobody asked for: refused before anything is made of it."""
 
+import hiredis
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from redis._parsers import _AsyncRESP2Parser
-from redis.asyncio import Connection
 from remote.valkey.tiers import QUICK, tier_at
 from servers.hostile_valkey import HostileServer
 
 from kvoffload_async.errors import TierUnavailableError
 from kvoffload_async.testing import TierHarness
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers.valkey.nodes import (
-    ReplyBounds,
-    ReplyError,
-    RoutedConnection,
-    replies_up_to,
-)
+from kvoffload_async.tiers.remote.client import Target
+from kvoffload_async.tiers.valkey.replies import ReplyError, ReplyReader, ServerError
 
 K = [key_of(number) for number in range(4)]
 REPLY_BYTES = 1 << 16
 
 lines = st.binary(max_size=40).map(lambda text: text.replace(b"\r", b"").replace(b"\n", b""))
 leaves = st.one_of(
-    st.builds(lambda kind, text: kind + text + b"\r\n", st.sampled_from([b"+", b"-", b":"]), lines),
+    st.builds(lambda kind, text: kind + text + b"\r\n", st.sampled_from([b"+", b"-"]), lines),
+    st.integers(-(1 << 63), (1 << 63) - 1).map(lambda number: b":%d\r\n" % number),
     st.binary(max_size=600).map(lambda data: b"$%d\r\n%b\r\n" % (len(data), data)),
     st.sampled_from([b"$-1\r\n", b"*-1\r\n", b"*0\r\n", b"$0\r\n\r\n"]),
 )
@@ -50,22 +47,91 @@ EXCESSIVE = {
 }
 
 
+def receive(reader, data):
+    while data:
+        memory = reader.memory()
+        count = min(len(memory), len(data))
+        memory[:count] = data[:count]
+        reader.received(count)
+        data = data[count:]
+
+
 def feed(data, cuts=(), most_bytes=REPLY_BYTES):
-    bounds = ReplyBounds()
-    begin = 0
-    with replies_up_to(most_bytes):
-        for cut in [*sorted(cuts), len(data)]:
-            bounds.feed(data[begin:cut])
-            begin = max(begin, cut)
-    return bounds
+    reader, begin = ReplyReader(), 0
+    reader.expect(1000, most_bytes=most_bytes)
+    for cut in [*sorted(cuts), len(data)]:
+        receive(reader, data[begin:cut])
+        begin = max(begin, cut)
+    return reader
+
+
+def parsed(data):
+    """Return what the library makes of replies."""
+    parser = hiredis.Reader(replyError=ServerError)
+    parser.feed(data)
+    return list(iter(parser.gets, False))
 
 
 @given(st.lists(replies, min_size=1, max_size=5), st.lists(st.integers(0, 2000), max_size=8))
-def test_replies_within_the_bounds_pass_however_they_are_divided(several, cuts):
+def test_replies_within_the_bounds_are_parsed_however_they_are_divided(several, cuts):
     data = b"".join(several)
-    bounds = feed(data, [min(cut, len(data)) for cut in cuts])
+    reader = feed(data, [min(cut, len(data)) for cut in cuts])
+    assert repr(reader.replies) == repr(parsed(data))
     with pytest.raises(ReplyError):  # each has ended where it ends: what follows is a header
-        bounds.feed(b"?\r\n")
+        receive(reader, b"?\r\n")
+
+
+@given(
+    st.lists(st.one_of(st.binary(max_size=80), st.sampled_from([None, "ERR it says"])), min_size=1),
+    st.lists(st.integers(1, 60)),
+)
+def test_values_are_read_into_their_targets_however_they_are_divided(values, cuts):
+    targets = [Target(20, np.zeros(59, dtype=np.uint8)) for _ in values]
+    reader, sent = ReplyReader(), []
+    reader.expect(len(values), targets)
+    for value in values:
+        sent.append(b"$-1\r\n" if value is None else b"-ERR it says\r\n")
+        if isinstance(value, bytes):
+            sent[-1] = b"$%d\r\n%b\r\n" % (len(value), value)
+    data = b"".join(sent)
+    for cut in cuts:
+        receive(reader, data[:cut])
+        data = data[cut:]
+    receive(reader, data)
+    assert reader.is_complete()
+    for value, reply, target in zip(values, reader.replies, targets, strict=True):
+        if isinstance(value, bytes):
+            assert reply == len(value)
+            assert target.copy() == value
+        else:
+            assert str(reply) == str(value)
+            assert not any(target.row)
+
+
+@pytest.mark.parametrize("what", [b"+OK\r\n", b"+O", b"$3\r\nab", b"\r"])
+def test_bytes_that_nobody_asked_for_are_refused(what):
+    reader = ReplyReader()
+    with pytest.raises(ReplyError):
+        receive(reader, what)
+    reader = ReplyReader()
+    reader.expect(1)
+    with pytest.raises(ReplyError):
+        receive(reader, b":1\r\n" + what)
+
+
+def test_a_value_longer_than_its_target_is_refused_before_it_is_read():
+    reader, target = ReplyReader(), Target(4, np.zeros(16, dtype=np.uint8))
+    reader.expect(1, [target])
+    with pytest.raises(ReplyError):
+        receive(reader, b"$22\r\n" + bytes(range(1, 23)))
+    assert not any(target.row)
+
+
+def test_a_value_without_its_line_end_is_refused():
+    reader, target = ReplyReader(), Target(4, np.zeros(16, dtype=np.uint8))
+    reader.expect(1, [target])
+    with pytest.raises(ReplyError):
+        receive(reader, b"$20\r\n" + bytes(22))
 
 
 @pytest.mark.parametrize("reply", EXCESSIVE.values(), ids=EXCESSIVE)
@@ -106,17 +172,3 @@ def test_an_opening_with_an_excessive_reply_fails():
         server.is_hostile = True
         with pytest.raises(TierUnavailableError, match="ReplyError"):
             TierHarness(tier_at(f"valkey://127.0.0.1:{server.port}/0", **QUICK), 64)
-
-
-def test_the_librarys_parser_in_python_reads_nothing(monkeypatch):
-    """redis-py falls back to it, without a word, if hiredis is older than it wants."""
-
-    def set_parser(connection, _parser_class):
-        Connection.set_parser(connection, _AsyncRESP2Parser)
-
-    monkeypatch.setattr(RoutedConnection, "set_parser", set_parser)
-    with (
-        HostileServer(EXCESSIVE["a string of 512 MiB"]) as server,
-        pytest.raises(TierUnavailableError, match="redis-py parses without hiredis"),
-    ):
-        TierHarness(tier_at(f"valkey://127.0.0.1:{server.port}/0", **QUICK), 64)

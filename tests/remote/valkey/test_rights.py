@@ -2,6 +2,7 @@
 
 import pytest
 from remote.valkey.tiers import QUICK, damage, documented, tier_at
+from remote.values import value_of
 
 from kvoffload_async.errors import CorruptBlockError
 from kvoffload_async.testing import TierHarness
@@ -78,7 +79,7 @@ def test_a_good_block_is_not_overwritten(server):
         name = harness.tier._client._prefix + K[1]
         with server.client() as client:
             client.set(name, b"first")
-        value = harness.tier._envelopes.wrap(K[1], harness.rows[1])
+        value = value_of(harness, K[1], 1)
         harness.run(harness.tier._client.put(K[1:2], [value]))
         with server.client() as client:
             assert client.get(name) == b"first"
