@@ -117,8 +117,9 @@ class ObjectOptions(RemoteSettings):
     ca_file: str | None = option(or_none(parse_file), None, key="tls_ca_file")
     """Absolute path of certificates that verify the server, in addition to the system's. Read
     again when the server has refused the tier."""
-    connections: int = option(at_least(1, MAX_CONNECTIONS), 16)
-    """Concurrent calls with payload, in each direction."""
+    connections: int = option(at_least(1, MAX_CONNECTIONS), 256)
+    """Maximum number of concurrent calls with payload, in each direction; each has one block.
+    Connections are opened when needed."""
 
     @classmethod
     def of(cls, options: Mapping[str, Any], identity: KVIdentity) -> Self:
@@ -132,7 +133,6 @@ class ObjectOptions(RemoteSettings):
             self._given()
         else:
             self.open()
-        self.warn_of_large_blocks("object", identity.block_bytes)
         return [TierLocation(self.url, is_exclusive=False, key="url")]
 
     def open(self) -> Any:  # noqa: ANN401 - the library's store, whose module is an extra
@@ -224,7 +224,7 @@ class ObjectTier(RemoteTier):
         TierFullError: "no blocks are stored until there is space: raise the quota of the bucket, "
         "or let a lifecycle rule delete old objects",
         Trouble.TOO_SLOW: "raise cpu_bytes_to_use, set write_back to wait, or make the tier "
-        "faster: raise connections and bytes_in_flight",
+        "faster: make blocks larger, or raise connections",
     }
 
     capabilities = replace(RemoteTier.capabilities, probes_prefixes=True, lists=True)

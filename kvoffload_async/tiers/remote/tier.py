@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
-from typing import Final, TypeVar
+from typing import ClassVar, Final, TypeVar
 
 import numpy as np
 
@@ -36,7 +36,7 @@ from kvoffload_async.errors import (
     TierTimeoutError,
     drop_tracebacks,
 )
-from kvoffload_async.tiers.remote.calls import Calls, CongestionWindow, run_together
+from kvoffload_async.tiers.remote.calls import Calls, InFlight, Together, run_together
 from kvoffload_async.tiers.remote.client import (
     Bytes,
     Envelopes,
@@ -47,8 +47,9 @@ from kvoffload_async.tiers.remote.client import (
 )
 from kvoffload_async.tiers.remote.existence import ExistenceCache, ExistenceProber, ExpiringKeys
 from kvoffload_async.tiers.remote.settings import RemoteCounters, RemoteSettings
+from kvoffload_async.tiers.remote.window import FIRST_BYTES, Window
 from kvoffload_async.types import JobMetadata, Locality, OffloadKey, block_text
-from kvoffload_async.waiting import Limiter
+from kvoffload_async.waiting import Permit
 
 _BLOCKS_A_CALL: Final = 1024
 _CALLS_AT_ONCE: Final = 8
@@ -175,8 +176,14 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _STARTING_PART: Final = 0.9
-"""Part of a job's time after which no further call with payload begins: calls that began before end
-in time, so that their blocks have results of their own."""
+"""Part of a job's time, from its start or its last progress, after which no further call with
+payload begins: calls that began before end in time, so that their blocks have results of their
+own."""
+_QUEUE_PART: Final = 1 / 4
+"""Longest tolerated queue of payload, as a part of `probe_timeout_s`: a third of the deadline of a
+check, which queues behind it; see `HangDetector`."""
+_MEMORY_PART: Final = 1 / 8
+"""Maximum payload in flight in each direction, as a part of the primary's memory."""
 
 Portion = Sequence[int]
 """Indices of blocks of a job, all on one server."""
@@ -196,6 +203,8 @@ class RemoteTier(AsyncTier):
         exclusive=False, persistent=True, locality=Locality.REMOTE, deletes=True
     )
     bounds = TierBounds(concurrent_blocks=64)
+    first_bytes: ClassVar[int] = FIRST_BYTES
+    """Payload in flight in each direction before anything is measured."""
 
     def __init__(self, settings: RemoteSettings, location: str) -> None:
         """Configure the tier; nothing is connected before `open`.
@@ -214,11 +223,7 @@ class RemoteTier(AsyncTier):
         self._memory: ExistenceCache
         self._questions: ExistenceProber
         self._renewal: Renewal | None = None
-        queue_s = settings.probe_timeout_s / 4  # a third of a check's deadline, `HangDetector`
-        self._loads, self._stores = (
-            CongestionWindow(Limiter(settings.connections, settings.bytes_in_flight), queue_s)
-            for _ in range(2)
-        )
+        self._loads, self._stores = self._limited(self.first_bytes)
         self._unremoved, self._unrenewed = LogRate(), LogRate()
 
     async def open(self, env: TierEnvironment) -> None:
@@ -233,7 +238,8 @@ class RemoteTier(AsyncTier):
         self._envelopes = Envelopes(env.identity.digest, row_bytes, settings.integrity_key)
         self._client = self._create_client(self._envelopes.namespace)
         self._on_close.push_async_callback(self._client.close)
-        self._calls = Calls(self._client, settings, self._counters)
+        self._loads, self._stores = self._limited(int(_MEMORY_PART * env.kv_view.nbytes))
+        self._calls = Calls(self._client, settings, self._counters, self._back_off)
         self._on_close.push_async_callback(self._calls.close)
         loop = asyncio.get_running_loop()
         self._memory = ExistenceCache(
@@ -327,59 +333,80 @@ class RemoteTier(AsyncTier):
         return self._location
 
     def gauges(self) -> Mapping[str, float]:
-        """Return counters of calls, probes and renewals, and the bytes in flight."""
+        """Return counters of calls, probes and renewals, and the bytes in flight and allowed."""
         figures = asdict(self._counters)
         if (renewal := self._renewal) is not None:
             figures |= {"renewed": renewal.renewed, "dropped_renewals": renewal.dropped}
-        in_flight = sum(w.limiter.bytes_in_flight for w in (self._loads, self._stores))
-        return figures | {"bytes_in_flight": in_flight}
+        limiters = self._loads.limiter, self._stores.limiter
+        return figures | {
+            "bytes_in_flight": sum(limiter.bytes_in_flight for limiter in limiters),
+            "bytes_in_flight_limit": sum(limiter.max_bytes for limiter in limiters),
+        }
 
     # -- jobs -----------------------------------------------------------------------------------
 
     async def _run_job(
-        self, job: JobMetadata, window: CongestionWindow, run_portion: MovePortion
+        self, job: JobMetadata, in_flight: InFlight, run_portion: MovePortion
     ) -> BlockFailures:
-        self._opened()
-        client = self._client
-        began_s = asyncio.get_running_loop().time()
-        deadline_s = began_s + self._settings.job_timeout_s
-        start_by_s = began_s + _STARTING_PART * self._settings.job_timeout_s
-        servers = {client.server_of(key) for key in job.keys}
-        down = await self._calls.check(servers, deadline_s)
+        """Move a job's blocks, as many portions at once as are admitted."""
+        client, loop = self._client, asyncio.get_running_loop()
+        began_s = loop.time()
+        due_s = self._renewed_deadline(job, has_moved=False)
+        down = await self._calls.check({client.server_of(key) for key in job.keys}, due_s)
         failures: dict[int, TierError] = {}
 
-        async def run(portion: Portion) -> None:
-            server = client.server_of(job.keys[portion[0]])
-            if server in down:
-                failures.update(dict.fromkeys(portion, down[server]))
-                return
-            num_bytes = len(portion) * self._envelopes.block_bytes
+        async def run(portion: Portion, deadline_s: float) -> None:
+            nonlocal due_s
+            server, portion_s = client.server_of(job.keys[portion[0]]), loop.time()
             try:
-                async with asyncio.timeout_at(start_by_s) as timer:
-                    with await window.limiter.acquire(num_bytes):
-                        timer.reschedule(deadline_s)
-                        self._calls.require(server, began_s)
-                        failures.update(await run_portion(job, portion, deadline_s))
-            except TimeoutError:
-                error: TierError = TierTimeoutError(f"{client.location}: the job's deadline passed")
-                if timer.when() == start_by_s and window.moved_s >= began_s:
-                    error = JobNotStartedError(
-                        f"{client.location}: not started in time, as it queued behind other blocks"
-                    )
-            except TierError as raised:
-                error = raised
+                self._calls.require(server, began_s)
+                failures.update(await run_portion(job, portion, deadline_s))
+                in_flight.alive_s = loop.time()
+                due_s = self._renewed_deadline(job, has_moved=True)
+            except TierError as error:
                 drop_tracebacks(error)  # their frames hold the rows
-            else:
-                return
-            if isinstance(error, TierTimeoutError):
-                window.timed_out()
-            failures.update(dict.fromkeys(portion, self._calls.fault_of(server, error)))
+                if isinstance(error, TierTimeoutError):
+                    in_flight.back_off(portion_s)
+                failures.update(dict.fromkeys(portion, self._calls.fault_of(server, error)))
+
+        async def admitted(num_bytes: int) -> Permit | None:
+            """Return a permit; None if no further call may begin. The job's progress renews it."""
+            waiting_s = (1 - _STARTING_PART) * self._settings.job_timeout_s
+            while (until_s := due_s - waiting_s) > loop.time():
+                try:
+                    async with asyncio.timeout_at(until_s):
+                        return await in_flight.limiter.acquire(num_bytes)
+                except TimeoutError:
+                    continue
+            return None
 
         block_bytes = self._envelopes.block_bytes
-        most_blocks = max(1, self._settings.bytes_in_flight // block_bytes)
-        step = min(most_blocks, client.portion_blocks(block_bytes))
-        await run_together(map(run, client.portions(job.keys, step)), f"remote:{job.job_id}")
+        async with Together(f"remote:{job.job_id}") as together:
+            for portion in client.portions(job.keys, client.portion_blocks(block_bytes)):
+                if (server := client.server_of(job.keys[portion[0]])) in down:
+                    failures.update(dict.fromkeys(portion, down[server]))
+                elif (permit := await admitted(len(portion) * block_bytes)) is None:
+                    error = self._unstarted(in_flight, began_s, len(portion))
+                    failures.update(dict.fromkeys(portion, self._calls.fault_of(server, error)))
+                else:
+                    task = together.start(run(portion, due_s))
+                    task.add_done_callback(partial(_release, permit.keep()))
+                    del task  # avoid a reference cycle of task, exception and frame
         return failures
+
+    def _renewed_deadline(self, job: JobMetadata, *, has_moved: bool) -> float:
+        due_s = self._opened().renew_deadline(job.job_id, has_moved=has_moved)
+        return min(due_s, self._deadline(self._settings.job_timeout_s))
+
+    def _unstarted(self, in_flight: InFlight, began_s: float, num_blocks: int) -> TierError:
+        """Return the error of blocks that were not admitted in time."""
+        location = self._client.location
+        if in_flight.alive_s < began_s:
+            return TierTimeoutError(f"{location}: the job's deadline passed")
+        self._counters.unstarted_blocks += num_blocks
+        return JobNotStartedError(
+            f"{location}: not started in time, as it queued behind other blocks"
+        )
 
     async def _store_portion(
         self, job: JobMetadata, portion: Portion, deadline_s: float
@@ -398,13 +425,14 @@ class RemoteTier(AsyncTier):
 
         values = await self._in_thread(Direction.STORE, wrap)
         missing = [keys[i] for i in indices]
-        put, departure = partial(self._client.put, missing, values), self._stores.began()
+        put = partial(self._client.put, missing, values)
+        departure = self._stores.departs(len(portion) * self._envelopes.block_bytes)
         server = self._client.server_of(missing[0])
         outcomes = await self._calls.run(put, deadline_s, server=server)
         exist = [isinstance(error, ValueExistsError) for error in outcomes]
         self._counters.present_blocks += sum(exist)
         sent = (value.nbytes for value, exists in zip(values, exist, strict=True) if not exists)
-        self._stores.ended(departure, sum(sent))
+        self._stores.arrives(departure, sum(sent))
         failures = {
             i: self._redacted(keys[i], error)
             for i, error, exists in zip(indices, outcomes, exist, strict=True)
@@ -445,7 +473,8 @@ class RemoteTier(AsyncTier):
         keys, slots = job.keys, job.block_ids
         wanted = [keys[i] for i in indices]
         most_bytes = max(map(self._envelopes.value_bytes, wanted))
-        get, departure = partial(self._client.get, wanted, most_bytes), self._loads.began()
+        get = partial(self._client.get, wanted, most_bytes)
+        departure = self._loads.departs(len(indices) * self._envelopes.block_bytes)
         server = self._client.server_of(wanted[0])
         found = await self._calls.run(get, deadline_s, server=server)
         failures: dict[int, TierError] = {}
@@ -458,7 +487,7 @@ class RemoteTier(AsyncTier):
             else:
                 failures[i] = self._redacted(keys[i], value)
         del found, value
-        self._loads.ended(departure, sum(len(value.data) for value in values.values()))
+        self._loads.arrives(departure, sum(len(value.data) for value in values.values()))
 
         def unwrap() -> None:
             rows = np.asarray(self._opened().kv_view)
@@ -485,6 +514,22 @@ class RemoteTier(AsyncTier):
             self._warn(self._unremoved, f"corrupt {block_text(key)} was not removed: {error}")
 
     # -- helpers ----------------------------------------------------------------------------------
+
+    def _limited(self, most_bytes: int) -> tuple[InFlight, InFlight]:
+        """Return the limits of loads and stores, whose windows grow up to `most_bytes`."""
+        first_bytes, settings = self.first_bytes, self._settings
+        most_bytes, queue_s = max(most_bytes, first_bytes), _QUEUE_PART * settings.probe_timeout_s
+        loads, stores = (
+            InFlight(settings.connections, Window(most_bytes, queue_s, first_bytes))
+            for _ in range(2)
+        )
+        return loads, stores
+
+    def _back_off(self, began_s: float) -> None:
+        """Reduce what is in flight, after a call or check that found too many calls."""
+        for in_flight in (self._loads, self._stores):
+            in_flight.alive_s = asyncio.get_running_loop().time()
+            in_flight.back_off(began_s)
 
     async def _renew(self, keys: Sequence[OffloadKey]) -> bool:
         deadline_s = self._deadline(self._settings.job_timeout_s)
@@ -527,3 +572,7 @@ class RemoteTier(AsyncTier):
         if self._env is None:
             raise TierClosedError(f"{self._location} is not open")
         return self._env
+
+
+def _release(release: Callable[[], None], _task: asyncio.Task[None]) -> None:
+    release()
