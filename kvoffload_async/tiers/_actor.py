@@ -77,7 +77,7 @@ class JobLog:
         """Start without jobs; `name` is the tier's `type`."""
         self._name = name
         self._remedies = remedies
-        limited = (TierFullError, JobNotStartedError, SlowDownError)
+        limited: Sequence[type[TierError]] = (TierFullError, JobNotStartedError, SlowDownError)
         self._limited = {kind: LogRate() for kind in limited}
         self._overdue: set[int] = set()
 

@@ -149,9 +149,7 @@ class FakeTier(RemoteTier):
 class World:
     """A tier over such a client, on a loop with virtual time."""
 
-    def __init__(
-        self, client=None, *, num_slots=64, first_bytes=RemoteTier.first_bytes, **options
-    ):
+    def __init__(self, client=None, *, num_slots=64, first_bytes=RemoteTier.first_bytes, **options):
         self.client = client or FakeClient()
         self.runner = VirtualRunner()
         self.buffer = PrimaryBuffer(num_slots, SLOT_BYTES)

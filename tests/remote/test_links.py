@@ -186,9 +186,7 @@ def test_a_prompt_takes_what_the_bandwidth_allows(mib_per_s, rtt_s):
 @FAR_AND_NEAR
 @SLOW_AND_FAST
 @pytest.mark.parametrize("count", [8, 10])
-def test_prompts_at_once_take_what_the_bandwidth_allows_or_are_not_started(
-    mib_per_s, rtt_s, count
-):
+def test_prompts_at_once_take_what_the_bandwidth_allows_or_are_not_started(mib_per_s, rtt_s, count):
     blocks = PROMPT if mib_per_s == 400 else 40
     with Host(LinkClient(mib_per_s, rtt_s)) as host:
         errors, seconds = host.load(count, blocks)

@@ -154,6 +154,7 @@ class ObjectOptions(RemoteSettings):
             {**given, **more},
             allow_http=allow_http,
             timeout_s=self.call_timeout_s,
+            request_timeout_s=max(self.call_timeout_s, self.job_timeout_s),  # of a list request
             ca_file=self.ca_file,
         )
 
@@ -278,12 +279,20 @@ class ObjectTier(RemoteTier):
         """Return keys in the order of the objects' names; a page may have fewer than objects."""
         self._opened()
         call = partial(self._client.list_keys, cursor, count)
-        return await self._calls.run(call, self._deadline(self._settings.job_timeout_s))
+        timeout_s = self._settings.job_timeout_s
+        return await self._calls.run(call, self._deadline(timeout_s), timeout_s=timeout_s)
 
     def _create_client(self, namespace: str) -> RemoteClient:
         # Imported here because the library is an optional dependency.
         from kvoffload_async.tiers.object.client import ObjectClient  # noqa: PLC0415
 
-        lookups = Lookups(self._settings.probe_timeout_s)
-        reopen = partial(lookups.run, "credentials", self._settings.open)
-        return ObjectClient(self._store, namespace, self._description, reopen=reopen)
+        settings = self._settings
+        lookups = Lookups(settings.probe_timeout_s)
+        return ObjectClient(
+            self._store,
+            namespace,
+            self._description,
+            reopen=partial(lookups.run, "credentials", settings.open),
+            patience_s=settings.call_timeout_s / 2,
+            list_timeout_s=settings.job_timeout_s,
+        )

@@ -139,7 +139,7 @@ class HangDetector:
         self,
         check: Callable[[Server], Awaitable[None]],
         response_timeout_s: float,
-        back_off: Callable[[float], object],
+        back_off: Callable[[float], object] = lambda _began_s: None,
     ) -> None:
         """Create a detector that observes no call yet.
 
@@ -265,6 +265,7 @@ class Calls:
         server: Server = None,
         may_retry: bool = True,
         may_hang: bool = True,
+        timeout_s: float | None = None,
     ) -> T:
         """Await a call, with retries while they can help and time is left.
 
@@ -276,16 +277,20 @@ class Calls:
             server: The server called.
             may_retry: Whether to retry.
             may_hang: Whether the call ends early, and is not repeated, if the server hangs.
+            timeout_s: Timeout of an attempt in seconds, in place of `call_timeout_s`.
 
         Raises:
             TierError: The call failed.
         """
         loop = asyncio.get_running_loop()
         attempt, began_s = 0, loop.time()
+        timeout_s = timeout_s or self._settings.call_timeout_s
         while True:
             attempt_s = loop.time()
             try:
-                return await self._once(call, deadline_s, server, may_hang=may_hang)
+                return await self._once(
+                    call, deadline_s, server, may_hang=may_hang, timeout_s=timeout_s
+                )
             except RefusedError:
                 raise
             except SlowDownError:
@@ -371,11 +376,12 @@ class Calls:
         server: Server,
         *,
         may_hang: bool,
+        timeout_s: float,
     ) -> T:
         location = self._client.location
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        seconds = max(0.0, min(self._settings.call_timeout_s, deadline_s - began_s))
+        seconds = max(0.0, min(timeout_s, deadline_s - began_s))
         self.counters.requests += 1
         failure: TierError
         try:
@@ -395,7 +401,7 @@ class Calls:
         except TimeoutError:
             passed_s = loop.time() - began_s
             kind: type[TierTimeoutError] = TierTimeoutError  # of the job or the probe
-            if seconds == self._settings.call_timeout_s and passed_s >= seconds - _LAG_S:
+            if seconds == timeout_s and passed_s >= seconds - _LAG_S:
                 kind = CallTimeoutError
             elif self._hangs.hangs_since(server, began_s):
                 kind = ServerHangError

@@ -10,7 +10,7 @@ import logging
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
 from typing import ClassVar, Final, TypeVar
@@ -42,11 +42,16 @@ from kvoffload_async.tiers.remote.client import (
     Envelopes,
     RefusedError,
     RemoteClient,
+    Server,
     Value,
     ValueExistsError,
 )
 from kvoffload_async.tiers.remote.existence import ExistenceCache, ExistenceProber, ExpiringKeys
-from kvoffload_async.tiers.remote.settings import RemoteCounters, RemoteSettings
+from kvoffload_async.tiers.remote.settings import (
+    MAX_CONNECTIONS,
+    RemoteCounters,
+    RemoteSettings,
+)
 from kvoffload_async.tiers.remote.window import FIRST_BYTES, Window
 from kvoffload_async.types import JobMetadata, Locality, OffloadKey, block_text
 from kvoffload_async.waiting import Permit
@@ -175,10 +180,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_STARTING_PART: Final = 0.9
-"""Part of a job's time, from its start or its last progress, after which no further call with
-payload begins: calls that began before end in time, so that their blocks have results of their
-own."""
+_RESERVED_PART: Final = 0.1
+"""Part of `io_timeout_s` before a job's deadline in which no further call with payload begins:
+calls that began before end in time, so that their blocks have results of their own."""
 _QUEUE_PART: Final = 1 / 4
 """Longest tolerated queue of payload, as a part of `probe_timeout_s`: a third of the deadline of a
 check, which queues behind it; see `HangDetector`."""
@@ -192,6 +196,17 @@ MovePortion = Callable[[JobMetadata, Portion, float], Awaitable[dict[int, TierEr
 """Copies some blocks of a job until a deadline (loop time); returns the failed ones."""
 
 
+@dataclass(slots=True)
+class _Run:
+    """A running job, with the loop times of its start and of its deadline."""
+
+    job: JobMetadata
+    in_flight: InFlight
+    began_s: float
+    due_s: float
+    failures: dict[int, TierError] = field(default_factory=dict)
+
+
 class RemoteTier(AsyncTier):
     """Stores each block as one value of a remote store.
 
@@ -202,7 +217,7 @@ class RemoteTier(AsyncTier):
     capabilities = TierCapabilities(
         exclusive=False, persistent=True, locality=Locality.REMOTE, deletes=True
     )
-    bounds = TierBounds(concurrent_blocks=64)
+    bounds = TierBounds(concurrent_blocks=MAX_CONNECTIONS)
     first_bytes: ClassVar[int] = FIRST_BYTES
     """Payload in flight in each direction before anything is measured."""
 
@@ -346,62 +361,88 @@ class RemoteTier(AsyncTier):
     # -- jobs -----------------------------------------------------------------------------------
 
     async def _run_job(
-        self, job: JobMetadata, in_flight: InFlight, run_portion: MovePortion
+        self, job: JobMetadata, in_flight: InFlight, move: MovePortion
     ) -> BlockFailures:
         """Move a job's blocks, as many portions at once as are admitted."""
-        client, loop = self._client, asyncio.get_running_loop()
-        began_s = loop.time()
-        due_s = self._renewed_deadline(job, has_moved=False)
-        down = await self._calls.check({client.server_of(key) for key in job.keys}, due_s)
-        failures: dict[int, TierError] = {}
-
-        async def run(portion: Portion, deadline_s: float) -> None:
-            nonlocal due_s
-            server, portion_s = client.server_of(job.keys[portion[0]]), loop.time()
-            try:
-                self._calls.require(server, began_s)
-                failures.update(await run_portion(job, portion, deadline_s))
-                in_flight.alive_s = loop.time()
-                due_s = self._renewed_deadline(job, has_moved=True)
-            except TierError as error:
-                drop_tracebacks(error)  # their frames hold the rows
-                if isinstance(error, TierTimeoutError):
-                    in_flight.back_off(portion_s)
-                failures.update(dict.fromkeys(portion, self._calls.fault_of(server, error)))
-
-        async def admitted(num_bytes: int) -> Permit | None:
-            """Return a permit; None if no further call may begin. The job's progress renews it."""
-            waiting_s = (1 - _STARTING_PART) * self._settings.job_timeout_s
-            while (until_s := due_s - waiting_s) > loop.time():
-                try:
-                    async with asyncio.timeout_at(until_s):
-                        return await in_flight.limiter.acquire(num_bytes)
-                except TimeoutError:
-                    continue
-            return None
-
-        block_bytes = self._envelopes.block_bytes
+        now_s = asyncio.get_running_loop().time()
+        run = _Run(job, in_flight, now_s, self._renewed_deadline(job, has_moved=False))
+        indices = await self._indices_to_move(run)
+        client, block_bytes = self._client, self._envelopes.block_bytes
+        step = client.portion_blocks(block_bytes)
         async with Together(f"remote:{job.job_id}") as together:
-            for portion in client.portions(job.keys, client.portion_blocks(block_bytes)):
-                if (server := client.server_of(job.keys[portion[0]])) in down:
-                    failures.update(dict.fromkeys(portion, down[server]))
-                elif (permit := await admitted(len(portion) * block_bytes)) is None:
-                    error = self._unstarted(in_flight, began_s, len(portion))
-                    failures.update(dict.fromkeys(portion, self._calls.fault_of(server, error)))
-                else:
-                    task = together.start(run(portion, due_s))
-                    task.add_done_callback(partial(_release, permit.keep()))
-                    del task  # avoid a reference cycle of task, exception and frame
-        return failures
+            for positions in client.portions([job.keys[i] for i in indices], step):
+                portion = [indices[position] for position in positions]
+                permit = await self._admitted(run, len(portion) * block_bytes)
+                if permit is None:
+                    self._fail(run, portion, self._unstarted(run, len(portion)))
+                    continue
+                task = together.start(self._run_portion(run, portion, move))
+                task.add_done_callback(partial(_release, permit.keep()))
+                del task  # avoid a reference cycle of task, exception and frame
+        return run.failures
+
+    async def _indices_to_move(self, run: _Run) -> Portion:
+        """Return the blocks whose servers respond; of a store, those that may have no value."""
+        job, client = run.job, self._client
+        down = await self._calls.check({client.server_of(key) for key in job.keys}, run.due_s)
+        indices: list[int] = []
+        for i, key in enumerate(job.keys):
+            if (server := client.server_of(key)) in down:
+                run.failures[i] = down[server]
+            else:
+                indices.append(i)
+        keys = [job.keys[i] for i in indices]
+        unconfirmed = [key for key in keys if self._memory.get(key) is not False]
+        if job.is_promotion or not unconfirmed:
+            return indices
+        try:
+            present = await self._questions.ask_anew(unconfirmed, run.due_s)
+        except TierError as error:
+            drop_tracebacks(error)
+            run.failures.update(dict.fromkeys(indices, error))
+            return ()
+        self._counters.present_blocks += len(present)
+        return [i for i in indices if job.keys[i] not in present]
+
+    async def _admitted(self, run: _Run, num_bytes: int) -> Permit | None:
+        """Return a permit; None if no call may begin any more. Progress renews the wait."""
+        loop, reserved_s = asyncio.get_running_loop(), _RESERVED_PART * self._settings.job_timeout_s
+        while (until_s := run.due_s - reserved_s) > loop.time():
+            try:
+                async with asyncio.timeout_at(until_s):
+                    return await run.in_flight.limiter.acquire(num_bytes)
+            except TimeoutError:
+                continue
+        return None
+
+    async def _run_portion(self, run: _Run, portion: Portion, move: MovePortion) -> None:
+        began_s = asyncio.get_running_loop().time()
+        try:
+            self._calls.require(self._server_of(run, portion), run.began_s)
+            run.failures.update(await move(run.job, portion, run.due_s))
+            run.in_flight.alive_s = asyncio.get_running_loop().time()
+            run.due_s = self._renewed_deadline(run.job, has_moved=True)
+        except TierError as error:
+            drop_tracebacks(error)  # their frames hold the rows
+            if isinstance(error, TierTimeoutError):
+                run.in_flight.back_off(began_s)
+            self._fail(run, portion, error)
+
+    def _fail(self, run: _Run, portion: Portion, error: TierError) -> None:
+        fault = self._calls.fault_of(self._server_of(run, portion), error)
+        run.failures.update(dict.fromkeys(portion, fault))
+
+    def _server_of(self, run: _Run, portion: Portion) -> Server:
+        return self._client.server_of(run.job.keys[portion[0]])
 
     def _renewed_deadline(self, job: JobMetadata, *, has_moved: bool) -> float:
         due_s = self._opened().renew_deadline(job.job_id, has_moved=has_moved)
         return min(due_s, self._deadline(self._settings.job_timeout_s))
 
-    def _unstarted(self, in_flight: InFlight, began_s: float, num_blocks: int) -> TierError:
+    def _unstarted(self, run: _Run, num_blocks: int) -> TierError:
         """Return the error of blocks that were not admitted in time."""
         location = self._client.location
-        if in_flight.alive_s < began_s:
+        if run.in_flight.alive_s < run.began_s:
             return TierTimeoutError(f"{location}: the job's deadline passed")
         self._counters.unstarted_blocks += num_blocks
         return JobNotStartedError(
@@ -412,19 +453,13 @@ class RemoteTier(AsyncTier):
         self, job: JobMetadata, portion: Portion, deadline_s: float
     ) -> dict[int, TierError]:
         keys, slots = job.keys, job.block_ids
-        unconfirmed = [keys[i] for i in portion if self._memory.get(keys[i]) is not False]
-        present = await self._questions.ask_anew(unconfirmed, deadline_s) if unconfirmed else ()
-        self._counters.present_blocks += len(present)
-        indices = [i for i in portion if keys[i] not in present]
-        if not indices:
-            return {}
 
         def wrap() -> list[Bytes]:
             rows = np.asarray(self._opened().kv_view)
-            return [self._envelopes.wrap(keys[i], rows[slots[i]]) for i in indices]
+            return [self._envelopes.wrap(keys[i], rows[slots[i]]) for i in portion]
 
         values = await self._in_thread(Direction.STORE, wrap)
-        missing = [keys[i] for i in indices]
+        missing = [keys[i] for i in portion]
         put = partial(self._client.put, missing, values)
         departure = self._stores.departs(len(portion) * self._envelopes.block_bytes)
         server = self._client.server_of(missing[0])
@@ -435,10 +470,10 @@ class RemoteTier(AsyncTier):
         self._stores.arrives(departure, sum(sent))
         failures = {
             i: self._redacted(keys[i], error)
-            for i, error, exists in zip(indices, outcomes, exist, strict=True)
+            for i, error, exists in zip(portion, outcomes, exist, strict=True)
             if error is not None and not exists
         }
-        stored = [keys[i] for i in indices if i not in failures]
+        stored = [keys[i] for i in portion if i not in failures]
         self._memory.appeared(stored)
         if self._renewal is not None:
             self._renewal.written(stored)

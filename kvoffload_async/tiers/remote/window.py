@@ -53,8 +53,8 @@ class Departure(NamedTuple):
 class Window:
     """Limits the bytes in flight of one direction to those that its link carries in time.
 
-    A round ends when a window of bytes has arrived that departed after the round's first arrival, so
-    that they were in flight with as many others as are allowed in this round.
+    A round ends when a window of bytes has arrived that departed after the round's first arrival,
+    so that they were in flight with as many others as are allowed in this round.
 
     Not thread-safe.
     """
@@ -76,7 +76,12 @@ class Window:
         self._alone_s = math.inf
         """Estimated seconds that a transfer of `_largest` bytes takes alone."""
         self._grows_s = self._backed_off_s = -math.inf
-        self._start_round()
+        self._best = 0.0
+        """Largest window derived from a transfer of the round, by the model."""
+        self._fastest_s = math.inf
+        """Seconds of the fastest transfer of the round's window."""
+        self._was_full = False
+        self._round_carried = self._round_bytes = 0
 
     @property
     def limit_bytes(self) -> int:
