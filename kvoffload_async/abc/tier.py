@@ -458,7 +458,7 @@ class AsyncTier(ABC):
         """Return the tier's own metrics for `stats()`: counters and levels by name.
 
         `used_bytes` and `capacity_bytes` are common to all tiers: space occupied, as seen by this
-        process, and its limit.
+        process, and its limit; `bytes_in_flight` and `bytes_in_flight_limit` to remote ones.
 
         Must return at once, from memory. Thread-safe against owner and loop.
         """

@@ -148,7 +148,7 @@ def _device(stats: EngineStatistics) -> Text:
 def _tiers(readings: Readings, tiers: Sequence[TierStatistics], *, is_wide: bool) -> Table:
     table = _table()
     table.add_column("tier", no_wrap=True, max_width=_WIDE_NAME if is_wide else _NARROW_NAME)
-    wide = ("overdue", "pending", "corrupt") if is_wide else ()
+    wide = ("in flight", "overdue", "pending", "corrupt") if is_wide else ()
     for name in ("used", "hits", "load/s", "store/s", "queue", "jobs", *wide, "fail", "lost"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("state", no_wrap=True)
@@ -170,13 +170,14 @@ def _tier(
 
     asked = of(lambda tier: tier.hits + tier.misses)
     yield Text(shown(tier.name))
-    yield _fullness(tier)
+    yield _part(tier.used_bytes, tier.capacity_bytes)
     yield f"{of(attrgetter('hits')) / asked:.0%}" if asked else "-"
     yield per_second("loaded_bytes")
     yield per_second("stored_bytes")
     yield _short(tier.queued_jobs)
     yield _short(tier.jobs_in_flight)
     if is_wide:
+        yield _part(tier.bytes_in_flight, tier.bytes_in_flight_limit)
         yield _alarming(tier.overdue_jobs)
         yield _short(tier.pending_blocks)
         yield _alarming(of(attrgetter("corrupt_blocks")))
@@ -240,12 +241,13 @@ def _lost_blocks(tier: TierStatistics) -> int:
     return tier.dropped.get("evicted", 0) + tier.failed_store_blocks
 
 
-def _fullness(tier: TierStatistics) -> str:
-    if tier.used_bytes is None:
+def _part(num_bytes: float | None, most_bytes: float | None) -> str:
+    """Return bytes and their part of a bound, as far as they are known."""
+    if num_bytes is None:
         return "-"
-    if not tier.capacity_bytes:
-        return _short(tier.used_bytes, 1024)
-    return f"{_short(tier.used_bytes, 1024)} {tier.used_bytes / tier.capacity_bytes:.0%}"
+    if not most_bytes:
+        return _short(num_bytes, 1024)
+    return f"{_short(num_bytes, 1024)} {num_bytes / most_bytes:.0%}"
 
 
 def _state(tier: TierStatistics) -> Text:

@@ -44,7 +44,7 @@ from kvoffload_async.errors import (
     StateError,
     TierClosedError,
 )
-from kvoffload_async.statistics import SkipReason, TierStatistics
+from kvoffload_async.statistics import COMMON_GAUGES, SkipReason, TierStatistics
 from kvoffload_async.types import (
     JobId,
     JobMetadata,
@@ -391,8 +391,7 @@ class TierState:
             },
             probes_outstanding=self.index.probes_outstanding,
             events_dropped=self.event_log.dropped,
-            used_bytes=reported.get("used_bytes"),
-            capacity_bytes=reported.get("capacity_bytes"),
+            **{name: reported.get(name) for name in COMMON_GAUGES},
             load_seconds=self.counters.load_seconds.read(),
             store_seconds=self.counters.store_seconds.read(),
             gauges=dict(reported),

@@ -149,7 +149,7 @@ def test_a_verification_holds_a_part_of_each_object_alone(store, monkeypatch):
 
     monkeypatch.setattr(ObjectJudge, "take", watched)
     for key in K[:2]:
-        with open(store.path(name_of(store.namespace, key)), "r+b") as file:
+        with Path(store.path(name_of(store.namespace, key))).open("r+b") as file:
             file.truncate(100 << 20)  # takes no space
     status, found, said = store.run("verify")
     assert (status, found["verification"]["verified"]) == (1, 8)
