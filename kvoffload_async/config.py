@@ -558,7 +558,8 @@ class TierOptions(Options):
     """The options that every tier takes."""
 
     io_timeout_s: float = option(parse_seconds, 30.0)
-    """Seconds from the submission of a job until it is reported as failed."""
+    """Seconds from the submission of a job until it is reported as failed. Blocks moved by `valkey`
+    and `object` renew it, up to 16 times as long in total."""
     probe_timeout_s: float = option(parse_seconds, 2.0)
     """Seconds until an unanswered existence probe counts as "absent"."""
     open_timeout_s: float = option(parse_seconds, 30.0)

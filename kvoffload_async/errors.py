@@ -110,6 +110,12 @@ class JobNotStartedError(TierBusyError):
     remedy = "the tier works, but more slowly than jobs arrive: make it faster"
 
 
+class SlowDownError(TierBusyError):
+    """The tier's server works, and asks for fewer calls."""
+
+    remedy = "the server limits its calls: make blocks larger, or raise the server's limit"
+
+
 class RepeatedKeyError(TierError, StateError):
     """The job contains a key twice; no block was moved."""
 

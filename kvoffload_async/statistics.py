@@ -57,6 +57,8 @@ HINT_RESULTS: Final[tuple[HintResult, ...]] = get_args(HintResult)
 """What became of a hint. `applied`: taken over. `unknown`: a name, an action or a version that this
 package does not know. `invalid`: a value or a structure that is not allowed."""
 
+COMMON_GAUGES: Final = ("used_bytes", "capacity_bytes", "bytes_in_flight", "bytes_in_flight_limit")
+"""Gauges of tiers that are fields of `TierStatistics`, too."""
 OTHER_ERROR: Final = "other"
 """Label for the error classes of third parties."""
 
@@ -272,6 +274,8 @@ class TierStatistics:
             removals are not all announced.
         used_bytes: Space used, if the tier reports it in its gauges. Gauge.
         capacity_bytes: Capacity, if the tier reports it in its gauges. Gauge.
+        bytes_in_flight: Payload of running calls, if the tier reports it in its gauges. Gauge.
+        bytes_in_flight_limit: Payload that may be in flight now, likewise. Gauge.
         load_seconds: Durations of loads.
         store_seconds: Durations of stores.
         gauges: The tier's own gauges; see `AsyncTier.gauges`.
@@ -326,6 +330,8 @@ class TierStatistics:
     events_dropped: int
     used_bytes: float | None
     capacity_bytes: float | None
+    bytes_in_flight: float | None
+    bytes_in_flight_limit: float | None
     load_seconds: DurationStatistics
     store_seconds: DurationStatistics
     gauges: Mapping[str, float] = field(default_factory=dict)

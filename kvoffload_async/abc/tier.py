@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from os import stat_result
-from typing import Any, ClassVar, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Final, Protocol, Self, TypeVar
 
 from kvoffload_async.abc.events import BlockFailures
 from kvoffload_async.abc.maintenance import StoreMaintenance
@@ -24,6 +24,8 @@ from kvoffload_async.types import JobId, JobMetadata, Locality, Medium, OffloadK
 T = TypeVar("T")
 
 _DIGEST_DIGITS = 32
+MOST_RENEWALS: Final = 16
+"""Bound on a job's time if it makes progress, as a multiple of `io_timeout_s`."""
 
 
 class Direction(enum.Enum):
@@ -248,6 +250,18 @@ class TierEnvironment(Protocol):
         """
         ...
 
+    def renew_deadline(self, job_id: JobId, *, has_moved: bool) -> float:
+        """Renew the deadline of a running job; return it, in loop time.
+
+        It becomes `io_timeout_s` from now, but not more than `MOST_RENEWALS` times that after the
+        job was accepted.
+
+        Args:
+            job_id: The job.
+            has_moved: Whether it has moved blocks; otherwise the tier just begins it.
+        """
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class TierSettings(Options):
@@ -455,7 +469,7 @@ class AsyncTier(ABC):
         """Return the tier's own metrics for `stats()`: counters and levels by name.
 
         `used_bytes` and `capacity_bytes` are common to all tiers: space occupied, as seen by this
-        process, and its limit.
+        process, and its limit; `bytes_in_flight` and `bytes_in_flight_limit` to remote ones.
 
         Must return at once, from memory. Thread-safe against owner and loop.
         """

@@ -33,6 +33,8 @@ from kvoffload_async.status.server import SOCKET_VARIABLE
 
 WIDE: Final = 110
 """Terminal width from which the tier table shows its additional columns."""
+WIDEST: Final = 132
+"""Terminal width from which it shows the payload in flight, too, and its limit."""
 MAX_TIERS: Final = 8
 MAX_SLOWEST: Final = 5
 _BAR_CHARS: Final = 24
@@ -67,7 +69,7 @@ def picture(
     room = height - len(parts) - 2
     remarks: list[str] = []
     if stats.tiers:
-        tiers = _tiers(readings, stats.tiers, is_wide=width >= WIDE)
+        tiers = _tiers(readings, stats.tiers, width)
         parts += [Text(), tiers]
         room -= 2 + tiers.row_count
         for remark in _remarks(stats.tiers, readings.last.time_s):
@@ -161,23 +163,22 @@ def _managed(stats: OffloadingStatistics) -> Text | None:
     return Text.assemble(("cache     ", "bold"), "  ".join(parts)) if parts else None
 
 
-def _tiers(readings: Readings, tiers: Sequence[TierStatistics], *, is_wide: bool) -> Table:
-    table = _table()
+def _tiers(readings: Readings, tiers: Sequence[TierStatistics], width: int) -> Table:
+    table, is_wide = _table(), width >= WIDE
+    widest = ("in flight",) if width >= WIDEST else ()
     table.add_column("tier", no_wrap=True, max_width=_WIDE_NAME if is_wide else _NARROW_NAME)
-    wide = ("overdue", "pending", "corrupt") if is_wide else ()
+    wide = (*widest, "overdue", "pending", "corrupt") if is_wide else ()
     for name in ("used", "hits", "load/s", "store/s", "queue", "jobs", *wide, "fail", "lost"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("state", no_wrap=True)
     for index, tier in enumerate(tiers[:MAX_TIERS]):
-        table.add_row(*_tier(readings, index, tier, is_wide=is_wide))
+        table.add_row(*_tier(readings, index, tier, width))
     if len(tiers) > MAX_TIERS:
         table.add_row(Text(f"{len(tiers) - MAX_TIERS} more", style="dim"))
     return table
 
 
-def _tier(
-    readings: Readings, index: int, tier: TierStatistics, *, is_wide: bool
-) -> Iterator[str | Text]:
+def _tier(readings: Readings, index: int, tier: TierStatistics, width: int) -> Iterator[str | Text]:
     def of(count: Callable[[TierStatistics], float]) -> float:
         return readings.grown(lambda stats: count(stats.tiers[index]))
 
@@ -186,13 +187,15 @@ def _tier(
 
     asked = of(lambda tier: tier.hits + tier.misses)
     yield Text(shown(tier.name))
-    yield _fullness(tier)
+    yield _part(tier.used_bytes, tier.capacity_bytes)
     yield f"{of(attrgetter('hits')) / asked:.0%}" if asked else "-"
     yield per_second("loaded_bytes")
     yield per_second("stored_bytes")
     yield _short(tier.queued_jobs)
     yield _short(tier.jobs_in_flight)
-    if is_wide:
+    if width >= WIDEST:
+        yield _part(tier.bytes_in_flight, tier.bytes_in_flight_limit)
+    if width >= WIDE:
         yield _alarming(tier.overdue_jobs)
         yield _short(tier.pending_blocks)
         yield _alarming(of(attrgetter("corrupt_blocks")))
@@ -256,12 +259,13 @@ def _lost_blocks(tier: TierStatistics) -> int:
     return tier.dropped.get("evicted", 0) + tier.failed_store_blocks
 
 
-def _fullness(tier: TierStatistics) -> str:
-    if tier.used_bytes is None:
+def _part(num_bytes: float | None, most_bytes: float | None) -> str:
+    """Return bytes and their part of a bound, as far as they are known."""
+    if num_bytes is None:
         return "-"
-    if not tier.capacity_bytes:
-        return _short(tier.used_bytes, 1024)
-    return f"{_short(tier.used_bytes, 1024)} {tier.used_bytes / tier.capacity_bytes:.0%}"
+    if not most_bytes:
+        return _short(num_bytes, 1024)
+    return f"{_short(num_bytes, 1024)} {num_bytes / most_bytes:.0%}"
 
 
 def _state(tier: TierStatistics) -> Text:

@@ -395,6 +395,8 @@ class TierState:
             events_dropped=self.event_log.dropped,
             used_bytes=reported.get("used_bytes"),
             capacity_bytes=reported.get("capacity_bytes"),
+            bytes_in_flight=reported.get("bytes_in_flight"),
+            bytes_in_flight_limit=reported.get("bytes_in_flight_limit"),
             load_seconds=self.counters.load_seconds.read(),
             store_seconds=self.counters.store_seconds.read(),
             gauges=dict(reported),

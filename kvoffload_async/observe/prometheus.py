@@ -355,6 +355,11 @@ METRICS: Final[tuple[Metric, ...]] = (
     _tier("pending_blocks", "Blocks waiting for room in the tier."),
     _tier("used_bytes", "Bytes in use in the tier; absent if the tier does not report them."),
     _tier("capacity_bytes", "Capacity of the tier; absent if the tier does not report it."),
+    _tier("bytes_in_flight", "Payload of running calls; absent if the tier does not report it."),
+    _tier(
+        "bytes_in_flight_limit",
+        "Payload that may be in flight now; absent if the tier does not report it.",
+    ),
     _tier(
         "breaker_state",
         "1 for the current state of a direction's breaker, 0 for the other states.",

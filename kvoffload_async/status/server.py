@@ -29,7 +29,7 @@ from weakref import WeakMethod, WeakSet
 from kvoffload_async.config import parse_socket_path
 from kvoffload_async.error_log import ErrorLog
 from kvoffload_async.errors import ConfigError, OffloadError, text_of
-from kvoffload_async.statistics import OffloadingStatistics
+from kvoffload_async.statistics import COMMON_GAUGES, OffloadingStatistics
 from kvoffload_async.system_calls import naming_refusal
 from kvoffload_async.timeline import SlowRequest
 
@@ -412,7 +412,7 @@ def _drop_what_is_no_number(tier: dict[str, Any]) -> None:
         for name, value in tier["gauges"].items()
         if isinstance(value, int | float) and math.isfinite(value)
     }
-    for name in ("used_bytes", "capacity_bytes"):
+    for name in COMMON_GAUGES:
         tier[name] = gauges.get(name)
 
 

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final
 
@@ -23,7 +23,7 @@ from kvoffload_async.abc.events import (
     JobOverdue,
     TierOperation,
 )
-from kvoffload_async.abc.tier import AsyncTier, CloseReport
+from kvoffload_async.abc.tier import MOST_RENEWALS, AsyncTier, CloseReport
 from kvoffload_async.error_log import LogRate
 from kvoffload_async.errors import (
     BlockMissingError,
@@ -33,6 +33,7 @@ from kvoffload_async.errors import (
     JobNotStartedError,
     Remedies,
     RepeatedKeyError,
+    SlowDownError,
     TierBusyError,
     TierClosedError,
     TierError,
@@ -65,9 +66,9 @@ _EXPECTED = (BlockMissingError, BusyError, TierClosedError)
 class JobLog:
     """Logs the ends of jobs: errors at level ERROR, everything else at DEBUG.
 
-    Stores that a full tier refuses, and jobs that were not started in time, are logged once a
-    minute, because there may be many for a long time. An overdue job is logged as an error at its
-    deadline, and not again when its copy ends.
+    Stores that a full tier refuses, jobs that were not started in time, and those of a server that
+    asks for fewer calls are logged once a minute, because there may be many for a long time. An
+    overdue job is logged as an error at its deadline, and not again when its copy ends.
 
     Thread: loop.
     """
@@ -76,7 +77,8 @@ class JobLog:
         """Start without jobs; `name` is the tier's `type`."""
         self._name = name
         self._remedies = remedies
-        self._limited = {TierFullError: LogRate(), JobNotStartedError: LogRate()}
+        limited: Sequence[type[TierError]] = (TierFullError, JobNotStartedError, SlowDownError)
+        self._limited = {kind: LogRate() for kind in limited}
         self._overdue: set[int] = set()
 
     def overdue(self, job: JobMetadata, timeout_s: float) -> TierTimeoutError:
@@ -187,7 +189,7 @@ class _Side:
     running: dict[JobId, _Run] = field(default_factory=dict)
     running_blocks: int = 0
     worked_s: float = -math.inf
-    """Loop time of the last end of a job that found the tier working."""
+    """Loop time at which a job last made progress, or ended and found the tier working."""
 
 
 @dataclass(slots=True, eq=False)
@@ -198,6 +200,8 @@ class _Run:
     side: _Side
     accepted_s: float
     """Loop time of acceptance, for deadlines; `arrived_s` and `began_s` use the actor's clock."""
+    due_s: float
+    """Loop time of the deadline."""
     arrived_s: float
     began_s: float | None = None
     task: asyncio.Task[None] | None = None
@@ -210,7 +214,7 @@ class TierActor:
 
     Loads and stores have separate queues and concurrency limits, so that neither starves the other.
     A job still running at its deadline is reported but not cancelled: a copy in flight is orphaned.
-    Only `close` cancels, after its own timeout.
+    Only `close` cancels, after its own timeout. Progress that the tier reports renews a deadline.
 
     Thread: loop.
     """
@@ -231,20 +235,20 @@ class TierActor:
             name: For task names and log lines.
             tier: The tier; closed by this actor.
             env: The tier's environment; its `post` receives every event, in order.
-            io_timeout_s: Seconds from a job's acceptance to its deadline, including time in the
-                queue.
+            io_timeout_s: Seconds from a job's acceptance, or its last progress, to its deadline,
+                including time in the queue.
             probe_timeout_s: Seconds until a probe is cancelled and its keys count as absent.
             clock: Monotonic seconds, for durations.
         """
         self.name = name
         self._tier = tier
-        self._env = env
+        self._env = replace(env, renew=self._renew)
         self._post = env.post
         self._io_timeout_s = io_timeout_s
         self._loads = _Side(f"{name}:load")
         self._stores = _Side(f"{name}:store")
         self._due: dict[JobId, _Run] = {}
-        """Jobs before their deadline, in order of acceptance, which is that of the deadlines."""
+        """Jobs before their deadline, in the order of the deadlines."""
         self._next_deadline: asyncio.TimerHandle | None = None
         self._reconciler = Reconciler(name, tier, env.announcements, env.post)
         self.probes = Probes(name, tier, env.post, probe_timeout_s, clock)
@@ -291,7 +295,8 @@ class TierActor:
     def start_job(self, job: JobMetadata) -> None:
         """Accept a job; it will finish exactly once."""
         side = self._loads if job.is_promotion else self._stores
-        run = _Run(job, side, self._loop.time(), self._clock())
+        now_s = self._loop.time()
+        run = _Run(job, side, now_s, now_s + self._io_timeout_s, self._clock())
         try:
             error = self._defect_of(job, side)
             if error is None:
@@ -561,22 +566,37 @@ class TierActor:
 
     def _await_deadline(self, run: _Run) -> None:
         """Set the timer to the next deadline."""
-        due_s = run.accepted_s + self._io_timeout_s
-        self._next_deadline = self._loop.call_at(due_s, self._pass_deadlines)
+        self._next_deadline = self._loop.call_at(run.due_s, self._pass_deadlines)
+
+    def _renew(self, job_id: JobId, has_moved: bool) -> float:
+        """Renew the deadline of a running job within its bound; return it.
+
+        Every renewal has the same length, so that the jobs stay in the order of the deadlines.
+        """
+        run = self._due.get(job_id)
+        now_s = self._loop.time()
+        if run is None:  # its deadline has passed
+            return now_s
+        if has_moved:
+            run.side.worked_s = now_s
+        if now_s - run.accepted_s <= (MOST_RENEWALS - 1) * self._io_timeout_s:
+            run.due_s = now_s + self._io_timeout_s
+            self._due[job_id] = self._due.pop(job_id)
+        return run.due_s
 
     def _pass_deadlines(self) -> None:
         now_s = self._loop.time() + _TIMER_RESOLUTION_S
         self._next_deadline = None
         while self._due:
             job_id, run = next(iter(self._due.items()))
-            if run.accepted_s + self._io_timeout_s > now_s:
+            if run.due_s > now_s:
                 self._await_deadline(run)
                 return
             del self._due[job_id]
             self._deadline_passed(run)
 
     def _deadline_passed(self, run: _Run) -> None:
-        side, timeout_s = run.side, self._io_timeout_s
+        side, timeout_s = run.side, run.due_s - run.accepted_s
         if side.waiting.pop(run.job.job_id, None) is None:
             self._post(JobOverdue(run.job.job_id, self._log.overdue(run.job, timeout_s)))
             return

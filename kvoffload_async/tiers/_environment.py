@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import traceback
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from kvoffload_async.abc.events import (
 from kvoffload_async.abc.tier import IoRunner, KVIdentity
 from kvoffload_async.errors import JobCancelledError, TierError, TierUnavailableError, text_of
 from kvoffload_async.tables.keymap import LEAST_KEY_BYTES, KeyMap
-from kvoffload_async.types import OffloadKey
+from kvoffload_async.types import JobId, OffloadKey
 
 logger = logging.getLogger(__name__)
 
@@ -197,6 +198,12 @@ class ActorEnvironment:
     post: Post
     identity: KVIdentity = field(default_factory=KVIdentity)
     announcements: Announcements = field(default_factory=Announcements)
+    renew: Callable[[JobId, bool], float] = lambda _job_id, _has_moved: math.inf
+    """Renews a job's deadline, and returns it; without an actor there is none."""
+
+    def renew_deadline(self, job_id: JobId, *, has_moved: bool) -> float:
+        """Renew the deadline of a running job; return it, in loop time."""
+        return self.renew(job_id, has_moved)
 
     def blocks_appeared(self, keys: Iterable[OffloadKey]) -> None:
         """Report blocks that appeared; ownership of a `KeyMap` passes to the tier's owner."""

@@ -75,7 +75,7 @@ def row_of(lines, name):
 # -- the picture --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (200, 60)])
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (132, 50), (200, 60)])
 @pytest.mark.parametrize("num_tiers", [1, 4, 20])
 def test_it_fits_on_the_screen(stats, width, height, num_tiers):
     wide = replace(
@@ -89,6 +89,8 @@ def test_it_fits_on_the_screen(stats, width, height, num_tiers):
         failed_jobs=99_999,
         queued_jobs=12_345,
         jobs_in_flight=12_345,
+        bytes_in_flight=1023 * 2.0**20,
+        bytes_in_flight_limit=1023 * 2.0**20,
     )
     dead = replace(wide, **not_open(reason="no such place " * 20))
     many = replace(stats, tiers=(wide,) * (num_tiers // 2) + (dead,) * -(-num_tiers // 2))
@@ -182,6 +184,14 @@ def test_a_tier_that_says_nothing_of_its_size_or_has_no_bound(stats):
     assert row_of(screen(tier_of(stats, used_bytes=None)), "tier0")[1] == "-"
     lines = screen(tier_of(stats, used_bytes=2.0**20, capacity_bytes=None))
     assert row_of(lines, "tier0")[1:3] == ["1.0M", "-"]
+
+
+def test_a_wide_screen_shows_what_is_in_flight_and_what_may_be(stats):
+    remote = tier_of(stats, bytes_in_flight=16.0 * 2**20, bytes_in_flight_limit=64.0 * 2**20)
+    heads = next(line for line in screen(remote, width=140) if "in flight" in line)
+    assert heads.index("jobs") < heads.index("in flight") < heads.index("overdue")
+    assert "16M 25%" in " ".join(screen(remote, width=140))
+    assert "in flight" not in " ".join(screen(remote, width=120))
 
 
 def test_the_slowest_requests_are_shown_where_the_engine_records_them(stats):

@@ -139,7 +139,8 @@ class FakeClient(RemoteClient):
 class FakeTier(RemoteTier):
     """A tier over a given client."""
 
-    def __init__(self, client, settings):
+    def __init__(self, client, settings, first_bytes=RemoteTier.first_bytes):
+        self.first_bytes = first_bytes
         super().__init__(settings, "fake://host")
         probes_prefixes = not client.answers_many
         self.capabilities = replace(self.capabilities, probes_prefixes=probes_prefixes)
@@ -153,12 +154,12 @@ class FakeTier(RemoteTier):
 class World:
     """A tier over such a client, on a loop with virtual time."""
 
-    def __init__(self, client=None, *, num_slots=64, **options):
+    def __init__(self, client=None, *, num_slots=64, first_bytes=RemoteTier.first_bytes, **options):
         self.client = client or FakeClient()
         self.runner = VirtualRunner()
         self.buffer = PrimaryBuffer(num_slots, SLOT_BYTES)
         options = {"positive_cache_ttl_s": 0.0, "negative_cache_ttl_s": 0.0} | options
-        self.tier = FakeTier(self.client, RemoteSettings(**options))
+        self.tier = FakeTier(self.client, RemoteSettings(**options), first_bytes)
         self.env = ActorEnvironment(self.buffer.view, InlineIo(), lambda _event: None)
         self._job_id = 0
 

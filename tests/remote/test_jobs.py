@@ -265,15 +265,11 @@ def test_no_secret_is_in_what_is_logged_of_an_error_and_its_causes(caplog):
     assert "s3cret" not in str(error) + repr(error) + caplog.text + repr(world.tier.gauges())
 
 
-@pytest.mark.parametrize(
-    ("bound", "blocks_a_call"), [(1, 1), (SLOT_BYTES, 1), (3 * SLOT_BYTES, 3), (1 << 20, 4)]
-)
-def test_no_more_bytes_are_in_flight_than_may_be_and_a_block_passes_however_large(
-    bound, blocks_a_call
-):
+@pytest.mark.parametrize("bound", [1, 4 * SLOT_BYTES, 9 * SLOT_BYTES, 1 << 20])
+def test_no_more_bytes_are_in_flight_than_may_be_and_a_call_passes_however_large(bound):
     client = FakeClient(portion=4)
     most = []
-    with World(client, bytes_in_flight=bound) as world:
+    with World(client, first_bytes=bound, num_slots=12) as world:
         begin = client._begin
 
         async def watched(*arguments):
@@ -282,8 +278,7 @@ def test_no_more_bytes_are_in_flight_than_may_be_and_a_block_passes_however_larg
 
         client._begin = watched
         assert world.store(K[:12]) == {}
-    assert max(most) <= max(bound, SLOT_BYTES)
-    assert max(client.sizes) == blocks_a_call
+    assert max(most) <= max(bound, 4 * SLOT_BYTES)
 
 
 def test_the_loss_of_the_servers_contents_is_counted_and_forgets_what_was_there(caplog):

@@ -6,24 +6,32 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from remote.fake_store import SLOT_BYTES, FakeClient, World
+from hypothesis import given
+from hypothesis import strategies as st
+from remote.fake_store import SLOT_BYTES, FakeClient, FakeTier, LibraryError, World
+from virtual_runner import VirtualRunner
 
+from kvoffload_async.abc.events import JobFinished, JobOverdue
 from kvoffload_async.errors import (
-    CallTimeoutError,
     JobNotStartedError,
     ServerHangError,
+    SlowDownError,
     TierTimeoutError,
 )
-from kvoffload_async.testing.harness import key_of
-from kvoffload_async.waiting import Limiter
+from kvoffload_async.runtime.buffer import PrimaryBuffer
+from kvoffload_async.testing import InlineIo
+from kvoffload_async.testing.harness import content_of, key_of, make_job
+from kvoffload_async.tiers._actor import TierActor
+from kvoffload_async.tiers._environment import ActorEnvironment
+from kvoffload_async.tiers.remote.settings import RemoteSettings
 
-MIB = SLOT_BYTES // 4
-"""A block of 4096 bytes stands for one of 4 MiB."""
-BLOCK_MIB = 4
-K = [key_of(number) for number in range(64)]
-OTHERS = [key_of(number) for number in range(64, 96)]
-CALLS_THAT_LAST = {"call_timeout_s": 5.0, "job_timeout_s": 30.0}
-OPTIONS = {"bytes_in_flight": 64 * MIB, "connections": 16, "call_timeout_s": 5.0}
+BLOCK_MIB = 5
+"""A block of `SLOT_BYTES` stands for one of so many MiB."""
+HEADER_BYTES = 128
+PROMPT = 312
+MOST_PROMPTS = 10
+K = [key_of(number) for number in range(PROMPT)]
+OPTIONS = {"call_timeout_s": 5.0, "connections": 256, "negative_cache_ttl_s": 1e6}
 
 
 class LinkClient(FakeClient):
@@ -36,9 +44,10 @@ class LinkClient(FakeClient):
         most_queued_s: The longest time for which a byte has waited for a direction.
     """
 
-    def __init__(self, mib_per_s, rtt_s, busy_s=0.0):
-        super().__init__(portion=1)
+    def __init__(self, mib_per_s, rtt_s, busy_s=0.0, block_mib=BLOCK_MIB, portion=1):
+        super().__init__(portion=portion)
         self.mib_per_s, self.rtt_s, self.busy_s = mib_per_s, rtt_s, busy_s
+        self.mib = (SLOT_BYTES + HEADER_BYTES) / block_mib
         self.most_queued_s = 0.0
         self._free_s = Counter()
 
@@ -64,7 +73,7 @@ class LinkClient(FakeClient):
         now_s = asyncio.get_running_loop().time()
         begin_s = max(now_s, self._free_s[direction])
         self.most_queued_s = max(self.most_queued_s, begin_s - now_s)
-        self._free_s[direction] = end_s = begin_s + num_bytes / (self.mib_per_s * MIB)
+        self._free_s[direction] = end_s = begin_s + num_bytes / (self.mib_per_s * self.mib)
         await asyncio.sleep(end_s - now_s + self.rtt_s / 2 + (self.busy_s if num_bytes else 0.0))
 
 
@@ -83,139 +92,305 @@ class SharedLinkClient(LinkClient):
         try:
             while left > 0:
                 await asyncio.sleep(self._STEP_S)
-                left -= self.mib_per_s * MIB * self._STEP_S / self._in_flight[direction]
+                left -= self.mib_per_s * self.mib * self._STEP_S / self._in_flight[direction]
         finally:
             self._in_flight[direction] -= 1
 
 
-async def unbounded_s(client):
-    """Return how long the blocks take with all of `bytes_in_flight` from the beginning on."""
-    limiter, began_s = Limiter(16, 64 * MIB), asyncio.get_running_loop().time()
+class Host:
+    """A tier over a link, under its actor, with memory for ten prompts."""
 
-    async def put(key):
-        with await limiter.acquire(SLOT_BYTES):
-            await client.put([key], [np.zeros(SLOT_BYTES + 128, np.uint8)])
+    def __init__(self, client, **options):
+        self.client, self.runner = client, VirtualRunner()
+        self.buffer = PrimaryBuffer(MOST_PROMPTS * PROMPT, SLOT_BYTES)
+        self.events = []
+        settings = RemoteSettings(**(OPTIONS | options))
+        self.tier = FakeTier(client, settings, int(8 * client.mib))
+        env = ActorEnvironment(self.buffer.view, InlineIo(), self.events.append)
+        self.actor = TierActor(
+            "t",
+            self.tier,
+            env,
+            io_timeout_s=settings.job_timeout_s,
+            probe_timeout_s=settings.probe_timeout_s,
+            clock=self.runner.now_s,
+        )
+        self._job_id = 0
 
-    async with asyncio.TaskGroup() as group:
+    def __enter__(self):
+        self.runner.run(self.actor.open(), 10.0)
+        wrap = self.tier._envelopes.wrap
         for key in K:
-            group.create_task(put(key))
-    return asyncio.get_running_loop().time() - began_s
+            self.client.values[key] = wrap(key, content_of(key, SLOT_BYTES)).tobytes()
+        return self
+
+    def __exit__(self, *_):
+        self.runner.run(self.actor.close(1.0), 10.0)
+        self.runner.close()
+
+    def start(self, keys, place=0, *, is_promotion=True):
+        """Start a job on the slots of one of the ten prompts."""
+        self._job_id += 1
+        slots = range(place * PROMPT, place * PROMPT + len(keys))
+        job = make_job(self._job_id, keys, slots, is_promotion=is_promotion)
+        self.actor.start_job(job)
+
+    def ended(self):
+        """Wait for the jobs; return the errors of blocks and jobs, and the seconds."""
+        began_s = self.runner.now_s()
+        jobs = [event for event in self.events if isinstance(event, JobFinished)]
+        assert self.runner.wait_until(lambda: len(self.finished()) == self._job_id, 1e5)
+        errors = []
+        for event in self.finished()[len(jobs) :]:
+            errors += [*event.failures.values(), *filter(None, [event.job_error])]
+        return errors, self.runner.now_s() - began_s
+
+    def finished(self):
+        return [event for event in self.events if isinstance(event, JobFinished)]
+
+    def load(self, count=1, num_blocks=PROMPT):
+        """Load prompts, all at once."""
+        for place in range(count):
+            self.start(K[:num_blocks], place)
+        return self.ended()
+
+    def store(self, num_blocks=PROMPT):
+        """Store a prompt of which the server has nothing."""
+        self.client.values.clear()
+        self.tier._memory.vanished(K)
+        self.start(K[:num_blocks], is_promotion=False)
+        return self.ended()
+
+    def gauge(self, name):
+        return self.tier.gauges()[name]
 
 
-async def both_directions(world, rounds):
-    """Store and load all blocks at once, over and over; return the errors and the seconds."""
-    errors, began_s = [], world.runner.loop.time()
-    for _ in range(rounds):
-        world.client.values.clear()
-        errors += (await world.tier.store(world.job(K[:32], is_promotion=False))).values()
-        world.client.values |= dict.fromkeys(K[32:], world.client.values[K[0]])
-        async with asyncio.TaskGroup() as group:
-            loads = group.create_task(world.tier.load(world.job(K[:32], is_promotion=True)))
-            stores = group.create_task(world.tier.store(world.job(OTHERS, is_promotion=False)))
-        errors += (*loads.result().values(), *stores.result().values())
-    return errors, world.runner.loop.time() - began_s
+FAR_AND_NEAR = pytest.mark.parametrize("rtt_s", [0.001, 0.005, 0.155])
+SLOW_AND_FAST = pytest.mark.parametrize("mib_per_s", [5, 20, 40, 400])
 
 
-@pytest.mark.parametrize("rtt_s", [0.001, 0.005, 0.155])
-@pytest.mark.parametrize("mib_per_s", [5, 20, 40, 400])
-def test_a_healthy_server_behind_any_link_is_never_called_dead(mib_per_s, rtt_s):
+@FAR_AND_NEAR
+@SLOW_AND_FAST
+def test_a_prompt_takes_what_the_bandwidth_allows(mib_per_s, rtt_s):
+    with Host(LinkClient(mib_per_s, rtt_s)) as host:
+        for _ in range(2):
+            errors, seconds = host.load()
+            assert errors == []
+            assert seconds <= 1.3 * PROMPT * BLOCK_MIB / mib_per_s
+        assert host.gauge("failed") == 0
+        assert not any(isinstance(event, JobOverdue) for event in host.events)
+        rows = np.asarray(host.buffer.view)
+        assert all((rows[i] == content_of(K[i], SLOT_BYTES)).all() for i in range(PROMPT))
+
+
+@FAR_AND_NEAR
+@SLOW_AND_FAST
+@pytest.mark.parametrize("count", [8, 10])
+def test_prompts_at_once_take_what_the_bandwidth_allows_or_are_not_started(mib_per_s, rtt_s, count):
+    blocks = PROMPT if mib_per_s == 400 else 40
+    with Host(LinkClient(mib_per_s, rtt_s)) as host:
+        errors, seconds = host.load(count, blocks)
+        assert {type(error) for error in errors} <= {JobNotStartedError}
+        assert seconds <= 1.3 * count * blocks * BLOCK_MIB / mib_per_s
+        assert count * blocks * BLOCK_MIB / mib_per_s > 27 or not errors
+        assert host.gauge("failed") == 0
+
+
+@given(
+    mib_per_s=st.floats(5.0, 400.0),
+    rtt_s=st.floats(0.0005, 0.2),
+    block_mib=st.floats(0.0625, 5.0),
+    blocks=st.integers(1, 60),
+)
+def test_any_fifo_link_is_used_and_its_server_is_never_called_dead(
+    mib_per_s, rtt_s, block_mib, blocks
+):
+    client = LinkClient(mib_per_s, rtt_s, block_mib=block_mib)
+    with Host(client) as host:
+        for _ in range(2):
+            for errors, seconds in (host.load(1, blocks), host.store(blocks)):
+                assert errors == []
+                assert seconds <= 1.3 * blocks * block_mib / mib_per_s + 6 * rtt_s
+        assert host.gauge("failed") == 0
+
+
+@FAR_AND_NEAR
+@SLOW_AND_FAST
+def test_both_directions_at_once_leave_room_for_a_check(mib_per_s, rtt_s):
     client = LinkClient(mib_per_s, rtt_s)
-    with World(client, **OPTIONS, job_timeout_s=120.0, max_retries=0) as world:
-        errors, _ = world.run(both_directions(world, rounds=2))
+    with Host(client, max_retries=0) as host:
+        for _ in range(2):
+            host.start(K[:100])
+            host.start([key_of(number) for number in range(1000, 1100)], 1, is_promotion=False)
+            errors, _ = host.ended()
+            assert errors == []
+            assert client.most_queued_s <= max(1.0, 2.1 * BLOCK_MIB / mib_per_s)
+            client.values = {key: client.values[key] for key in K}
+            host.tier._memory.vanished([key_of(number) for number in range(1000, 1100)])
+        assert host.gauge("failed") == 0
+
+
+@pytest.mark.parametrize("count", [1, 10])
+def test_a_far_store_without_a_bound_of_its_own_gets_as_many_calls_as_memory_allows(count):
+    client = LinkClient(1e6, 0.155)
+    with Host(client) as host:
+        host.load(count)
+        errors, seconds = host.load(count)
         assert errors == []
-        assert world.gauge("failed") == 0
-        client.most_queued_s = 0.0
-        errors, _ = world.run(both_directions(world, rounds=1))
+        in_flight = min(256, MOST_PROMPTS * PROMPT // 8)
+        assert seconds <= (math.ceil(count * PROMPT / in_flight) + 1) * 0.156
+
+
+def test_small_blocks_are_not_bound_by_a_few_connections():
+    with Host(LinkClient(400, 0.1, block_mib=1 / 16)) as host:
+        errors, seconds = host.load(1, 16)
         assert errors == []
-        # A window; or, once a minute, one call more than one.
-        assert client.most_queued_s <= max(1.0, 2.1 * BLOCK_MIB / mib_per_s)
+        assert seconds <= 0.151
+        assert host.client.calls["get"] == 16
 
 
-@pytest.mark.parametrize("mib_per_s", [400, 4000])
-@pytest.mark.parametrize("busy_s", [0.0, 0.3])
-def test_a_far_store_is_in_full_use_after_its_first_round_trips(mib_per_s, busy_s):
-    client = LinkClient(mib_per_s, 0.155, busy_s)
-    with World(client, **OPTIONS, negative_cache_ttl_s=60.0) as world:
-
-        async def store():
-            client.values.clear()
-            world.tier._memory.vanished(K)
-            began_s = world.runner.loop.time()
-            assert await world.tier.store(world.job(K, is_promotion=False)) == {}
-            return world.runner.loop.time() - began_s
-
-        today_s = world.run(unbounded_s(client))
-        first_s, *later_s = [world.run(store()) for _ in range(6)]
-        assert first_s <= today_s + 4 * (0.155 + busy_s)
-        assert max(later_s[2 if busy_s else 0 :]) <= today_s + 1e-6
-
-
-def stored_anew(world):
-    """Store all blocks; return the errors and the seconds."""
-    world.client.values.clear()
-    world.tier._memory.vanished(K)
-    began_s = world.runner.loop.time()
-    failures = world.run(world.tier.store(world.job(K, is_promotion=False)))
-    return list(failures.values()), world.runner.loop.time() - began_s
-
-
-PATIENT = OPTIONS | {"call_timeout_s": 30.0, "job_timeout_s": 600.0, "negative_cache_ttl_s": 60.0}
-
-
-@pytest.mark.parametrize("busy_s", [0.1, 0.6, 0.8, 2.0])
-def test_a_store_that_takes_long_for_each_call_gets_all_its_calls_at_once(busy_s):
+@pytest.mark.parametrize("busy_s", [0.1, 0.6, 2.0])
+def test_a_store_that_takes_long_for_each_call_gets_many_at_once(busy_s):
     client = LinkClient(4000, 0.005, busy_s)
-    with World(client, **PATIENT) as world:
-        today_s = world.run(unbounded_s(client))
-        assert stored_anew(world)[1] <= 4 * today_s
-        assert math.isclose(stored_anew(world)[1], today_s, rel_tol=0.01)
+    with Host(client, call_timeout_s=30.0) as host:
+        for _ in range(3):
+            errors, seconds = host.load()
+            assert errors == []
+        assert seconds <= (math.ceil(PROMPT / 256) + 1) * (busy_s + 0.5)
 
 
-@pytest.mark.parametrize("busy_s", [0.1, 0.6])
-def test_a_store_gets_all_its_calls_back_after_a_slow_phase(busy_s):
-    client = LinkClient(4000, 0.005, busy_s)
-    with World(client, **PATIENT) as world:
-        today_s = world.run(unbounded_s(client))
+def test_a_store_gets_its_calls_back_after_a_slow_phase():
+    client = LinkClient(4000, 0.005, 0.1)
+    with Host(client, call_timeout_s=30.0) as host:
+        host.load()
+        _, usual_s = host.load()
         client.busy_s = 5.0
-        stored_anew(world)
-        client.busy_s = busy_s
-        assert stored_anew(world)[1] <= 2 * today_s
-        assert math.isclose(stored_anew(world)[1], today_s, rel_tol=0.01)
+        host.load(1, 64)
+        client.busy_s = 0.1
+        host.load()
+        assert host.load()[1] <= 1.1 * usual_s
+
+
+def test_a_prompt_on_a_slow_link_outlasts_its_deadline_as_long_as_it_moves():
+    with Host(LinkClient(5, 0.005)) as host:
+        errors, seconds = host.load()
+        assert errors == []
+        assert 312 <= seconds <= 320
+
+
+def test_progress_renews_a_deadline_within_a_bound():
+    with Host(LinkClient(5, 0.005), job_timeout_s=18.0) as host:
+        errors, seconds = host.load()
+        assert {type(error) for error in errors} == {JobNotStartedError}
+        assert 15 * 18 <= seconds <= 16 * 18
+        assert len(errors) == host.gauge("unstarted_blocks") <= PROMPT - 15 * 18
+        assert not any(isinstance(event, JobOverdue) for event in host.events)
+
+
+def test_jobs_that_queue_behind_others_that_move_are_not_started_and_no_fault():
+    with Host(LinkClient(5, 0.005)) as host:
+        errors, _ = host.load(10, 60)
+        jobs = host.finished()
+        failed = [event for event in jobs if event.job_error is not None]
+        assert {type(event.job_error) for event in failed} == {JobNotStartedError}
+        assert len(failed) == 6, "four run at once, and the others end in the queue"
+        assert all(not event.failures for event in jobs if event not in failed)
+        assert len(errors) == 6
+
+
+@pytest.mark.parametrize("rtt_s", [0.005, 0.155])
+def test_a_shared_slow_link_never_lets_the_check_fail(rtt_s):
+    client = SharedLinkClient(20, rtt_s)
+    with Host(client, max_retries=0) as host:
+        for _ in range(12):
+            errors, _ = host.load(2, 24)
+            assert errors == []
+        assert host.gauge("failed") == 0
 
 
 def test_calls_that_a_link_is_too_slow_for_all_at_once_become_fewer():
     client = SharedLinkClient(400, 0.005)
-    with World(client, **(OPTIONS | {"job_timeout_s": 120.0, "max_retries": 0})) as world:
-        assert stored_anew(world)[0] == []
-        client.mib_per_s = 5  # all at once, they take 13 s
-        assert {type(error) for error in stored_anew(world)[0]} == {CallTimeoutError}
-        assert stored_anew(world)[0] == []
+    with Host(client, max_retries=0) as host:
+        assert host.load()[0] == []
+        client.mib_per_s = 5  # what is in flight takes longer than a call may
+        host.load(1, 64)
+        assert host.load(1, 64)[0] == []
+
+
+class ThrottlingClient(LinkClient):
+    """Refuses calls beyond a rate, as object stores do."""
+
+    def __init__(self, calls_per_s):
+        super().__init__(4000, 0.02)
+        self._pause_s = 1 / calls_per_s
+        self._due_s = 0.0
+
+    async def get(self, keys, most_bytes):
+        now_s = asyncio.get_running_loop().time()
+        if self._due_s > now_s + 0.25:  # what a burst may have
+            raise LibraryError(SlowDownError, "503 SlowDown")
+        self._due_s = max(self._due_s, now_s) + self._pause_s
+        return await super().get(keys, most_bytes)
+
+
+@pytest.mark.parametrize("calls_per_s", [60, 200])
+def test_a_store_that_says_slow_down_gets_fewer_calls_and_every_block(calls_per_s):
+    client = ThrottlingClient(calls_per_s)
+    with Host(client, max_retries=0) as host:
+        errors, seconds = host.load(2, 150)
+        assert errors == []
+        assert seconds <= 1.5 * 300 / calls_per_s + 1
+        refused = host.gauge("slow_downs")
+        assert 0 < refused == host.gauge("failed")
+        assert refused <= 150
+        assert host.gauge("health_checks") == 0, "nobody doubts it"
+
+
+def test_a_store_that_says_slow_down_for_ever_is_no_fault():
+    client = LinkClient(400, 0.005)
+    with Host(client) as host:
+
+        async def refuse(*_):
+            raise LibraryError(SlowDownError, "503 SlowDown")
+
+        client.get = refuse
+        errors, seconds = host.load(1, 4)
+        assert {type(error) for error in errors} == {SlowDownError, JobNotStartedError}
+        assert seconds <= 30
 
 
 def test_a_link_that_dies_under_transfers_is_found_out_as_soon_as_before():
     client = LinkClient(20, 0.005)
-    with World(client, **(OPTIONS | {"call_timeout_s": 30.0})) as world:
-
-        async def store():
-            coroutine = world.tier.store(world.job(K, is_promotion=False))
-            task = asyncio.get_running_loop().create_task(coroutine)
-            await asyncio.sleep(4.0)
-            client.mib_per_s, died_s = None, world.runner.loop.time()
-            failures = await task
-            assert {type(error) for error in failures.values()} == {ServerHangError}
-            return world.runner.loop.time() - died_s
-
-        assert world.run(store()) <= 2.0 + BLOCK_MIB / 20
+    with Host(client, call_timeout_s=30.0) as host:
+        host.start(K)
+        host.runner.advance(4.0)
+        client.mib_per_s = None
+        errors, seconds = host.ended()
+        assert {type(error) for error in errors} == {ServerHangError}
+        assert seconds <= 2.01 + BLOCK_MIB / 20
 
 
-def test_what_a_slow_link_has_no_time_for_was_not_started_and_the_rest_is_stored():
-    client = LinkClient(5, 0.005)
-    with World(client, **OPTIONS) as world:
-        failures = world.store(K)
-        assert {type(error) for error in failures.values()} == {JobNotStartedError}
-        assert "not started" in str(failures[63])
-        assert (64 - len(failures)) * BLOCK_MIB >= 0.8 * 30 * 5
-        assert world.gauge("failed") == 0
+@pytest.mark.parametrize("after_s", [0.0, 0.3, 2.0])
+def test_a_load_that_is_cancelled_releases_what_it_had_in_flight(after_s):
+    client = LinkClient(20, 0.1)
+    with World(client, num_slots=PROMPT, first_bytes=2 * SLOT_BYTES) as world:
+        wrap = world.tier._envelopes.wrap
+        client.values = {key: wrap(key, content_of(key, SLOT_BYTES)).tobytes() for key in K}
+
+        async def cancelled():
+            load = world.tier.load(world.job(K, is_promotion=True))
+            task = asyncio.get_running_loop().create_task(load)
+            await asyncio.sleep(after_s)
+            task.cancel()
+            await asyncio.wait({task})
+            assert task.cancelled()
+
+        world.run(cancelled())
+        assert world.gauge("bytes_in_flight") == 0
+        assert world.load(K[:8]) == {}
+
+
+CALLS_THAT_LAST = {"call_timeout_s": 5.0, "job_timeout_s": 30.0}
 
 
 def test_what_waits_for_a_server_that_never_answers_is_its_fault():

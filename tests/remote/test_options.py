@@ -11,7 +11,6 @@ from kvoffload_async import (
     ConfigError,
     OffloadConfig,
     SecondaryTierFactory,
-    TieringOffloadingSpec,
 )
 from kvoffload_async.abc.tier import KVIdentity
 from kvoffload_async.cli.app import app
@@ -185,22 +184,6 @@ def test_an_endpoint_of_the_environment_must_be_encrypted_too(
         assert refusal(OBJECT | options).startswith("AWS_ENDPOINT_URL: begins with http://")
     else:
         SecondaryTierFactory.check_config(OBJECT | options)
-
-
-@pytest.mark.parametrize("tier", [VALKEY, OBJECT])
-@pytest.mark.parametrize(("bytes_in_flight", "warnings"), [("16KiB", 0), ("16383", 1)])
-def test_blocks_larger_than_what_may_be_in_flight_are_warned_of_by_check_config_and_at_the_start(
-    tier, bytes_in_flight, warnings, tmp_path, caplog
-):
-    tier = tier | {"bytes_in_flight": bytes_in_flight}
-    path = tmp_path / "config.json"
-    config = {"cpu_bytes_to_use": "1MiB", "block_bytes": "16KiB", "secondary_tiers": [tier]}
-    path.write_text(json.dumps(config))
-    assert CliRunner().invoke(app, ["check-config", str(path)]).exit_code == 0
-    assert caplog.text.count("raise bytes_in_flight") == warnings
-    caplog.clear()
-    TieringOffloadingSpec(config)
-    assert caplog.text.count("raise bytes_in_flight") == warnings
 
 
 def test_an_unknown_option_is_named_with_the_nearest():

@@ -17,7 +17,7 @@ import os
 import stat as stat_module
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Final, NoReturn
+from typing import TYPE_CHECKING, ClassVar, Final, NoReturn, Protocol
 
 import xxhash
 
@@ -101,6 +101,15 @@ def _refuse(path: str, why: str, remedy: str) -> NoReturn:
 
 DIGEST_BYTES = 16
 
+
+class Hash(Protocol):
+    """A hash of data that is given in parts."""
+
+    def update(self, data: memoryview, /) -> None: ...
+
+    def digest(self) -> bytes: ...
+
+
 _FOR_BLOCKS: Final = b"kvoffload-block"
 
 
@@ -121,6 +130,10 @@ class BlockDigester:
         """Return the checksum of a block, `DIGEST_BYTES` long."""
         return xxhash.xxh3_128_digest(data, xxhash.xxh3_64_intdigest(self.prefix + key))
 
+    def begin(self, key: OffloadKey) -> Hash:
+        """Return a hash object for a block that is read in parts."""
+        return xxhash.xxh3_128(seed=xxhash.xxh3_64_intdigest(self.prefix + key))
+
     def digests(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bytes]:
         """Return the checksums of several blocks."""
         seed, digest, prefix = xxhash.xxh3_64_intdigest, xxhash.xxh3_128_digest, self.prefix
@@ -138,10 +151,14 @@ class KeyedDigester(BlockDigester):
         self._begun.update(_framed(layout.encode()))
 
     def digest(self, key: OffloadKey, data: memoryview) -> bytes:
-        mac = self._begun.copy()
-        mac.update(_framed(key))
+        mac = self.begin(key)
         mac.update(data)
         return mac.digest()
+
+    def begin(self, key: OffloadKey) -> Hash:
+        mac = self._begun.copy()
+        mac.update(_framed(key))
+        return mac
 
     def digests(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bytes]:
         return list(map(self.digest, keys, blocks))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import heapq
 import json
 import logging
@@ -20,6 +21,7 @@ from obstore.store import LocalStore, ObjectStore, from_url
 from kvoffload_async.errors import (
     CallTimeoutError,
     ConfigError,
+    SlowDownError,
     StateError,
     TierError,
     TierFullError,
@@ -116,6 +118,15 @@ _FULL: Final = (
 )
 """Error texts of a full store, compared case-insensitively; some servers report an exceeded quota
 with status 403."""
+_SLOW_DOWN: Final = (
+    "SlowDown",
+    "429 Too Many Requests",
+    "TooManyRequests",
+    "RequestLimitExceeded",
+    "ServerBusy",
+    "rateLimitExceeded",
+)
+"""Signs that a server limits the rate of requests."""
 _TOO_SLOW: Final = ("timed out", "timeout")
 _EMPTY: Final = memoryview(b"")
 _MOST_PUTS: Final = 2
@@ -149,6 +160,7 @@ def open_store(
     *,
     allow_http: bool,
     timeout_s: float,
+    request_timeout_s: float,
     ca_file: str | None = None,
     makes_directory: bool = True,
 ) -> ObjectStore:
@@ -160,7 +172,8 @@ def open_store(
         url: Bucket and prefix; contains no secret.
         given: Options of the store, named as in the library; values may be secrets.
         allow_http: Whether unencrypted connections are allowed.
-        timeout_s: Timeout of one request, in seconds.
+        timeout_s: Seconds in which a connection is made.
+        request_timeout_s: Timeout of one request, in seconds.
         ca_file: Additional CA certificates to verify the server with, as PEM.
         makes_directory: Whether to create the directory of a file URL.
 
@@ -177,11 +190,10 @@ def open_store(
             f"{endpoint}: begins with http://, and connections must be encrypted; give "
             "https://, or set allow_http to true in store_options"
         )
-    timeout = timedelta(seconds=timeout_s)
     client_options: ClientConfig = {
         "allow_http": allow_http,
-        "timeout": timeout,
-        "connect_timeout": timeout,
+        "timeout": timedelta(seconds=request_timeout_s),
+        "connect_timeout": timedelta(seconds=timeout_s),
     }
     if ca_file is not None:
         certificates = read_file(ca_file, "tls_ca_file", _MAX_CERTIFICATE_BYTES)
@@ -229,6 +241,8 @@ class ObjectClient(RemoteClient):
         description: Mapping[str, Any],
         *,
         reopen: Callable[[], Awaitable[ObjectStore]] | None = None,
+        patience_s: float = 1.0,
+        list_timeout_s: float = 30.0,
     ) -> None:
         """Create the client without connecting.
 
@@ -237,6 +251,8 @@ class ObjectClient(RemoteClient):
             namespace: 32 hexadecimal digits.
             description: Describes the namespace for people.
             reopen: Returns a new store of the same bucket, with the present credentials.
+            patience_s: Seconds after which `connect` no longer waits for its list request.
+            list_timeout_s: Seconds until that request ends.
         """
         self._store = store
         self._reopen = reopen
@@ -244,12 +260,29 @@ class ObjectClient(RemoteClient):
         self._namespace = namespace
         self._description = json.dumps(description, sort_keys=True, indent=2).encode()
         self._has_warned = False
+        self._patience_s, self._list_timeout_s = patience_s, list_timeout_s
+        self._listing: asyncio.Task[None] | None = None
 
     async def connect(self) -> None:
-        # Only a list request can tell a missing bucket from a missing object.
-        async for _ in obstore.list(self._store, self._namespace, chunk_size=1):
-            break
+        """List the namespace, and describe it; a list request that takes long goes on alone.
+
+        Only a list request can tell a missing bucket from a missing object.
+        """
+        if self._listing is None or self._listing.done():
+            loop = asyncio.get_running_loop()
+            self._listing = loop.create_task(self._list_first(), name="object:list")
+            self._listing.add_done_callback(_retrieve)
+        await asyncio.wait({self._listing}, timeout=self._patience_s)
+        if self._listing.done():
+            self._listing.result()
+        else:
+            self._listing.add_done_callback(_warn_of_failure)
         await self._create(description_name_of(self._namespace), self._description)
+
+    async def _list_first(self) -> None:
+        async with asyncio.timeout(self._list_timeout_s):
+            async for _ in obstore.list(self._store, self._namespace, chunk_size=1):
+                break
 
     async def check(self, server: Server) -> None:
         del server  # there is only one
@@ -360,7 +393,7 @@ class ObjectClient(RemoteClient):
         self._is_refused |= isinstance(mapped, RefusedError)
         return mapped
 
-    def _mapped(self, error: Exception) -> TierError:
+    def _mapped(self, error: Exception) -> TierError:  # noqa: PLR0911 - one per kind
         said, _, debugging = str(error)[:_MAX_JUDGED_CHARS].partition("Debug source:")
         text = text_of(error)
         signs = _NAMES.sub("", " ".join(said.split()))  # names may contain any words
@@ -370,6 +403,8 @@ class ObjectClient(RemoteClient):
             return RefusedError(f"the server's certificate is not trusted: {text}")
         if any(sign.lower() in signs.lower() for sign in _FULL):
             return TierFullError(text)
+        if any(sign in signs for sign in _SLOW_DOWN):
+            return SlowDownError(text)
         if isinstance(
             error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError
         ) or any(sign in signs for sign in _REFUSALS):
@@ -379,7 +414,10 @@ class ObjectClient(RemoteClient):
         return TierUnavailableError(f"{type(error).__name__}: {text}")
 
     async def close(self) -> None:
-        """Do nothing: the library closes idle connections."""
+        """Cancel the list request of `connect`; the library closes idle connections."""
+        if self._listing is not None:
+            self._listing.cancel()
+            await asyncio.wait({self._listing})
 
     def _name(self, key: OffloadKey) -> str:
         return name_of(self._namespace, key)
@@ -451,6 +489,16 @@ class ObjectClient(RemoteClient):
             return None
         data = None if size > most_bytes else await read_at_most(self._store, answer, most_bytes)
         return Value(_EMPTY if data is None else data, version)
+
+
+def _retrieve(listing: asyncio.Task[None]) -> BaseException | None:
+    """Return a task's exception, which asyncio logs unless it is retrieved."""
+    return None if listing.cancelled() else listing.exception()
+
+
+def _warn_of_failure(listing: asyncio.Task[None]) -> None:
+    if (error := _retrieve(listing)) is not None:  # without its text, which may contain secrets
+        logger.warning("object store: a list request has failed (%s)", type(error).__name__)
 
 
 async def read_at_most(store: ObjectStore, answer: GetResult, most_bytes: int) -> memoryview | None:

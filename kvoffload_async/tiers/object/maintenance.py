@@ -27,7 +27,7 @@ from kvoffload_async.abc.maintenance import (
 )
 from kvoffload_async.config import without_user_info
 from kvoffload_async.errors import InputError
-from kvoffload_async.tiers.files.digests import IntegrityKey, create_digester, read_key_file
+from kvoffload_async.tiers.files.digests import Hash, IntegrityKey, create_digester, read_key_file
 from kvoffload_async.tiers.files.maintenance import BadBlock, Verdict, Verification
 from kvoffload_async.tiers.object.client import (
     NAMESPACE,
@@ -53,37 +53,76 @@ Judged = tuple[Verdict, str]
 """The verdict on one block, and the reason for it."""
 
 
-def judge_object(
-    value: memoryview, key: OffloadKey | None, namespace: str, integrity_key: IntegrityKey | None
-) -> Judged:
-    """Verify the block that an object contains.
+class ObjectJudge:
+    """Verifies the block that an object contains, given in parts. Thread: any, one at a time.
 
-    Args:
-        value: The object.
-        key: Key that the object is named after.
-        namespace: Namespace in which it was found.
-        integrity_key: The key for keyed checksums.
+    Attributes:
+        verdict: The verdict and its reason, if known before the last part.
+        num_bytes: Bytes given.
     """
-    if is_newer(value):
-        return Verdict.NEWER, ""
-    header = Header.parse(value)
-    if header is None or header.namespace != namespace or header.key != key:
-        return Verdict.CORRUPT, "its header is not that block's"
-    used_key = integrity_key if header.is_keyed else None
-    if header.is_keyed and (used_key is None or used_key.id != header.key_id):
-        return Verdict.OTHER_KEY, ""
-    if len(value) != header.payload_offset + header.payload_bytes:
-        return Verdict.CORRUPT, f"{len(value)} bytes"
-    digester = create_digester(header.layout, used_key)
-    if digester.digest(header.key, value[header.payload_offset :]) != header.digest:
-        return Verdict.CORRUPT, "wrong checksum"
-    return Verdict.VERIFIED, ""
+
+    def __init__(
+        self, key: OffloadKey | None, namespace: str, integrity_key: IntegrityKey | None
+    ) -> None:
+        """Expect the first part.
+
+        Args:
+            key: Key that the object is named after.
+            namespace: Namespace in which it was found.
+            integrity_key: The key for keyed checksums.
+        """
+        self.verdict: Judged | None = None
+        self.num_bytes = 0
+        self._expected = key, namespace
+        self._integrity_key = integrity_key
+        self._header: Header | None = None
+        self._hash: Hash | None = None
+
+    def take(self, part: memoryview) -> None:
+        """Take the next part; the first one contains the header, or all of a shorter object."""
+        if self._hash is None:
+            part = self._begin(part)
+        if self._hash is not None:
+            self._hash.update(part)
+
+    def end(self) -> Judged:
+        """Return the verdict after the last part."""
+        if self.verdict is not None:
+            return self.verdict
+        header = self._header
+        if header is None or self._hash is None:
+            return Verdict.CORRUPT, _NO_HEADER
+        if self.num_bytes != header.payload_offset + header.payload_bytes:
+            return Verdict.CORRUPT, f"{self.num_bytes} bytes"
+        if self._hash.digest() != header.digest:
+            return Verdict.CORRUPT, "wrong checksum"
+        return Verdict.VERIFIED, ""
+
+    def _begin(self, part: memoryview) -> memoryview:
+        """Check the header; return the part of the block behind it."""
+        if is_newer(part):
+            self.verdict = Verdict.NEWER, ""
+            return part
+        header = self._header = Header.parse(part)
+        if header is None or (header.key, header.namespace) != self._expected:
+            self.verdict = Verdict.CORRUPT, _NO_HEADER
+            return part
+        used_key = self._integrity_key if header.is_keyed else None
+        if header.is_keyed and (used_key is None or used_key.id != header.key_id):
+            self.verdict = Verdict.OTHER_KEY, ""
+            return part
+        self._hash = create_digester(header.layout, used_key).begin(header.key)
+        return part[header.payload_offset :]
 
 
+_NO_HEADER: Final = "its header is not that block's"
 _PREFIXES: Final = 1 << 12
 """Number of name prefixes (three hexadecimal digits), listed in order; for progress reports."""
 _PAGE_OBJECTS: Final = 64
 _READS_AT_ONCE: Final = 8
+_PART_BYTES: Final = 4 << 20
+"""Bytes of an object read and verified at a time: a verification holds a few dozen MiB, whatever
+the size of the objects."""
 _MAX_READ_BYTES: Final = 1 << 30
 """Maximum size of an object to read; writers to the bucket control object sizes."""
 _REQUEST_TIMEOUT_S: Final = 60.0
@@ -188,7 +227,12 @@ class ObjectMaintenance(StoreMaintenance):
     async def find(cls, directory: str) -> Sequence[Self]:
         claim_library()
         store = open_store(
-            directory, {}, allow_http=True, timeout_s=_REQUEST_TIMEOUT_S, makes_directory=False
+            directory,
+            {},
+            allow_http=True,
+            timeout_s=_REQUEST_TIMEOUT_S,
+            request_timeout_s=_REQUEST_TIMEOUT_S,
+            makes_directory=False,
         )
         timeout_s = _PASSED_OVER * cls.listing_timeout_s
         try:
@@ -379,27 +423,33 @@ class ObjectMaintenance(StoreMaintenance):
     async def _verdicts(
         self, page: Sequence[FoundObject]
     ) -> list[tuple[FoundObject, Verdict, str]]:
-        """Read objects, a few concurrently, and verify their blocks."""
+        """Read objects in parts, a few concurrently, and verify their blocks."""
         gate, threads = asyncio.Semaphore(_READS_AT_ONCE), anyio.CapacityLimiter(_READS_AT_ONCE)
 
-        async def judge(item: FoundObject) -> Judged:
+        async def verdict(item: FoundObject) -> Judged:
             if item.size_bytes > _MAX_READ_BYTES:
                 return Verdict.UNREADABLE, f"{item.size_bytes} bytes exceed the read limit"
             async with gate:
+                judge = ObjectJudge(item.key, self._namespace, self._key)
                 try:
                     found = await obstore.get_async(self._store, item.name)
-                    value = await read_at_most(self._store, found, item.size_bytes)
+                    async for data in found.stream(min_chunk_size=_PART_BYTES):
+                        judge.num_bytes += len(data)
+                        if judge.num_bytes > item.size_bytes:
+                            return Verdict.UNREADABLE, "it is longer than listed"
+                        call = partial(judge.take, memoryview(data))
+                        await anyio.to_thread.run_sync(call, limiter=threads)
+                        if judge.verdict is not None:
+                            break
                 except FileNotFoundError:
                     return Verdict.GONE, ""
                 except (exceptions.BaseError, OSError) as error:
                     return Verdict.UNREADABLE, _text_of(error)
-                if value is None:
-                    return Verdict.UNREADABLE, "it is longer than listed"
-                call = partial(judge_object, value, item.key, self._namespace, self._key)
-                return await anyio.to_thread.run_sync(call, limiter=threads)
+                return judge.end()
 
         async with asyncio.TaskGroup() as group:
-            tasks = {item: group.create_task(judge(item)) for item in page if item.key is not None}
+            blocks = [item for item in page if item.key is not None]
+            tasks = {item: group.create_task(verdict(item)) for item in blocks}
         return [(item, *task.result()) for item, task in tasks.items()]
 
 

@@ -122,8 +122,9 @@ class ObjectOptions(RemoteSettings):
     ca_file: str | None = option(or_none(parse_file), None, key="tls_ca_file")
     """Absolute path of certificates that verify the server, in addition to the system's. Read
     again when the server has refused the tier."""
-    connections: int = option(at_least(1, MAX_CONNECTIONS), 16)
-    """Concurrent calls with payload, in each direction."""
+    connections: int = option(at_least(1, MAX_CONNECTIONS), 256)
+    """Maximum number of concurrent calls with payload, in each direction; each has one block.
+    Connections are opened when needed."""
 
     @classmethod
     def of(cls, options: Mapping[str, Any], identity: KVIdentity) -> Self:
@@ -138,7 +139,6 @@ class ObjectOptions(RemoteSettings):
         else:
             self.open()
             _warn_of_small_blocks(identity.block_bytes)
-        self.warn_of_large_blocks("object", identity.block_bytes)
         return [TierLocation(self.url, is_exclusive=False, key="url")]
 
     def open(self) -> Any:  # noqa: ANN401 - the library's store, whose module is an extra
@@ -160,6 +160,7 @@ class ObjectOptions(RemoteSettings):
             {**given, **more},
             allow_http=allow_http,
             timeout_s=self.call_timeout_s,
+            request_timeout_s=max(self.call_timeout_s, self.job_timeout_s),  # of a list request
             ca_file=self.ca_file,
         )
 
@@ -241,7 +242,7 @@ class ObjectTier(RemoteTier):
         TierFullError: "no blocks are stored until there is space: raise the quota of the bucket, "
         "or let a lifecycle rule delete old objects",
         Trouble.TOO_SLOW: "raise cpu_bytes_to_use, set write_back to wait, or make the tier "
-        "faster: raise connections and bytes_in_flight",
+        "faster: make blocks larger, or raise connections",
     }
 
     capabilities = replace(RemoteTier.capabilities, probes_prefixes=True, ages=True)
@@ -296,12 +297,20 @@ class ObjectTier(RemoteTier):
         self._opened()
         client: Any = self._client
         call = partial(client.list_older, cursor, count, age_s)
-        return await self._calls.run(call, self._deadline(self._settings.job_timeout_s))
+        timeout_s = self._settings.job_timeout_s
+        return await self._calls.run(call, self._deadline(timeout_s), timeout_s=timeout_s)
 
     def _create_client(self, namespace: str) -> RemoteClient:
         # Imported here because the library is an optional dependency.
         from kvoffload_async.tiers.object.client import ObjectClient  # noqa: PLC0415
 
-        lookups = Lookups(self._settings.probe_timeout_s)
-        reopen = partial(lookups.run, "credentials", self._settings.open)
-        return ObjectClient(self._store, namespace, self._description, reopen=reopen)
+        settings = self._settings
+        lookups = Lookups(settings.probe_timeout_s)
+        return ObjectClient(
+            self._store,
+            namespace,
+            self._description,
+            reopen=partial(lookups.run, "credentials", settings.open),
+            patience_s=settings.call_timeout_s / 2,
+            list_timeout_s=settings.job_timeout_s,
+        )

@@ -1,4 +1,4 @@
-"""Calls to a remote store: deadlines, retries, counters, and how many bytes may be in flight."""
+"""Calls to a remote store: deadlines, retries, counters, and the admission of transfers."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import random
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 from kvoffload_async.errors import (
     CallTimeoutError,
     ServerHangError,
     ShardUnavailableError,
+    SlowDownError,
     TierError,
     TierTimeoutError,
     TierUnavailableError,
@@ -21,138 +22,93 @@ from kvoffload_async.errors import (
 )
 from kvoffload_async.tiers.remote.client import RefusedError, RemoteClient, Server, hearing
 from kvoffload_async.tiers.remote.settings import RemoteCounters, RemoteSettings
+from kvoffload_async.tiers.remote.window import Departure, Window
 from kvoffload_async.waiting import Limiter
 
-_FIRST_PART: Final = 8
-"""Initial congestion window: its maximum divided by this number."""
-_HOLD_S: Final = 60.0
-"""Seconds after slow transfers in which the window grows only if the measured rate does."""
-_SHORTEST_S: Final = 1e-6
 
-
-class Departure(NamedTuple):
-    """State at the start of a transfer or round: loop time, bytes in flight, bytes transferred."""
-
-    began_s: float
-    in_flight: int
-    carried: int
-
-
-class CongestionWindow:
-    """Limits the bytes in flight of one direction, so that a check of the server is not delayed.
-
-    A check of the server queues behind the payload in flight. So at most as many bytes are in
-    flight as are carried in the time that a transfer takes alone, and `queue_s` more. Both time and
-    rate are measured. The window grows with each transfer that shows a higher rate, so that a fast
-    link is in full use after a few round trips; and by one transfer at a time while none takes
-    longer than alone, as of a store that is slow to answer, or limits each connection. It shrinks
-    if transfers take longer than that, or time out.
-
-    Thread: loop.
+class InFlight:
+    """Admits the transfers of one direction within its `Window`, which it feeds. Thread: loop.
 
     Attributes:
-        limiter: Admits the transfers; it always admits one.
-        moved_s: Loop time at which the last transfer ended with success.
+        window: The control law.
+        limiter: Admits the transfers in the order of their arrival; it always admits one.
+        alive_s: Loop time at which a portion last ended with success, or the server asked for fewer
+            calls.
     """
 
-    def __init__(self, limiter: Limiter, queue_s: float) -> None:
-        """Control a limiter; its present limit becomes the maximum of the window.
+    def __init__(self, most_calls: int, window: Window) -> None:
+        """Admit at most `most_calls` at once, whatever their bytes."""
+        self.window = window
+        self.limiter = Limiter(most_calls, window.limit_bytes)
+        self.alive_s = -math.inf
 
-        Args:
-            limiter: See the attributes.
-            queue_s: Seconds that bytes may wait for others.
-        """
-        self.limiter = limiter
-        self.moved_s = -math.inf
-        self._most_bytes = limiter.max_bytes
-        self._queue_s = queue_s
-        self._carried = 0
-        self._largest = 0
-        self._alone_s = math.inf
-        """Estimated seconds that a transfer of `_largest` bytes takes without queueing."""
-        self._best = 0.0
-        """Largest window derived from a transfer of the present round. A round ends when a window
-        of bytes has passed, or transfers were slow; not before `queue_s`."""
-        self._is_slow = False
-        self._grows_s = -math.inf
-        self._round = Departure(-math.inf, 0, 0)
-        limiter.resize(max(1, self._most_bytes // _FIRST_PART))
+    def departs(self, num_bytes: int) -> Departure:
+        """Return the state at the start of an admitted transfer, to be passed to `arrives`."""
+        is_alone = self.limiter.bytes_in_flight <= num_bytes
+        return self.window.departs(asyncio.get_running_loop().time(), is_alone=is_alone)
 
-    def began(self) -> Departure:
-        """Return the state at the start of a transfer, to be passed to `ended`."""
-        now_s = asyncio.get_running_loop().time()
-        return Departure(now_s, self.limiter.bytes_in_flight, self._carried)
+    def arrives(self, departure: Departure, num_bytes: int) -> None:
+        """Record a successful transfer; one of 0 bytes does not change the window."""
+        if num_bytes:
+            now_s = asyncio.get_running_loop().time()
+            self.window.arrives(departure, num_bytes, self.limiter.bytes_in_flight, now_s)
+            self.limiter.resize(self.window.limit_bytes)
 
-    def ended(self, departure: Departure, num_bytes: int) -> None:
-        """Record a successful transfer; a transfer of 0 bytes does not change the window."""
-        self.moved_s = now_s = asyncio.get_running_loop().time()
-        if not num_bytes:
-            return
-        self._carried += num_bytes
-        carried = self._carried - departure.carried
-        seconds = max(now_s - departure.began_s, _SHORTEST_S)
-        in_flight = max(departure.in_flight, self.limiter.bytes_in_flight, carried)
-        self._note_alone(seconds, num_bytes, is_alone=in_flight <= num_bytes)
-        most_s = self._alone_s + self._queue_s
-        self._best = max(self._best, carried / seconds * most_s)
-        self._is_slow |= seconds > most_s
-        max_bytes, wanted = self.limiter.max_bytes, self._best
-        has_passed = self._carried - self._round.carried + self._largest > max_bytes
-        is_full = departure.in_flight + self._largest > max_bytes
-        is_over = now_s - self._round.began_s >= self._queue_s and (has_passed or self._is_slow)
-        if is_over and self._is_slow:
-            self._grows_s = now_s + _HOLD_S
-        elif is_over and is_full and now_s >= self._grows_s:
-            wanted = max(wanted, max_bytes + self._largest)
-        if wanted > max_bytes or (is_over and self._is_slow):
-            self.limiter.resize(min(self._most_bytes, int(wanted)))
-        if is_over:
-            self._best, self._is_slow, self._round = 0.0, False, self.began()
-
-    def timed_out(self) -> None:
-        """Halve the window after a transfer that timed out, since its rate is unknown."""
-        self.limiter.resize(self.limiter.max_bytes // 2)
-
-    def _note_alone(self, seconds: float, num_bytes: int, *, is_alone: bool) -> None:
-        if num_bytes > self._largest:
-            self._alone_s *= num_bytes / max(1, self._largest)
-            self._largest = num_bytes
-        self._alone_s = min(self._alone_s, seconds * self._largest / num_bytes)
-        if is_alone:  # the store itself is as slow as that now
-            self._alone_s = max(self._alone_s, seconds)
+    def back_off(self, began_s: float) -> None:
+        """Halve the window, as a call that began at this loop time found too many in flight."""
+        self.window.back_off(began_s, asyncio.get_running_loop().time())
+        self.limiter.resize(self.window.limit_bytes)
 
 
-async def run_together(coroutines: Iterable[Coroutine[Any, Any, None]], name: str) -> None:
-    """Run coroutines until all have ended; the first exception cancels the others.
+class Together:
+    """Tasks that have ended when its context ends; the first exception cancels the others.
 
-    A single one runs in the caller's task.
-
-    A cancelled `TaskGroup` would remain in a reference cycle with its callers' frames, and keep the
-    primary's rows in use until garbage collection.
-
-    Args:
-        coroutines: The coroutines.
-        name: Name of their tasks.
+    So does an exception of the context. A cancelled `TaskGroup` would remain in a reference cycle
+    with its callers' frames, and keep the primary's rows in use until garbage collection.
     """
-    waiting = list(coroutines)
-    if len(waiting) <= 1:
-        for coroutine in waiting:
-            await coroutine
-        return
-    loop = asyncio.get_running_loop()
-    tasks = [loop.create_task(coroutine, name=name) for coroutine in waiting]
-    try:
+
+    def __init__(self, name: str) -> None:
+        """Begin without tasks; `name` will be their name."""
+        self._name = name
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start a task."""
+        task = asyncio.get_running_loop().create_task(coroutine, name=self._name)
+        self._tasks.append(task)
+        return task
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, *_exc_info: object) -> None:
+        tasks, self._tasks = self._tasks, []
+        task = None
         try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            if tasks and kind is None:
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.wait(tasks)
-        for task in tasks:
-            if not task.cancelled():
-                task.result()
-    finally:
-        del tasks, task  # avoid a reference cycle of tasks, exceptions and frame
+            if tasks:
+                await asyncio.wait(tasks)
+        try:
+            for task in tasks:
+                if not task.cancelled() and kind is None:
+                    task.result()
+        finally:
+            del tasks, task  # avoid a reference cycle of tasks, exceptions and frame
+
+
+async def run_together(coroutines: Iterable[Coroutine[Any, Any, None]], name: str) -> None:
+    """Run coroutines as tasks of a `Together`; a single one runs in the caller's task."""
+    waiting = list(coroutines)
+    if len(waiting) == 1:
+        await waiting[0]
+        return
+    async with Together(name) as together:
+        for coroutine in waiting:
+            together.start(coroutine)
 
 
 T = TypeVar("T")
@@ -160,6 +116,10 @@ T = TypeVar("T")
 _FIRST_PAUSE_S: Final = 0.05
 _LAG_S: Final = 0.1
 """A caller's timeout of a job or probe may expire this many seconds before its calls' deadline."""
+_LATE_PART: Final = 2 / 3
+"""Part of a check's deadline after which an answer is late: it queued behind payload."""
+_MAX_DOUBLINGS: Final = 5
+"""Doublings of the pause before a retry; at most 1.6 s."""
 _RECENTLY_S: Final = 60.0
 """A server that answered within this time counts as working."""
 
@@ -176,7 +136,10 @@ class HangDetector:
     """
 
     def __init__(
-        self, check: Callable[[Server], Awaitable[None]], response_timeout_s: float
+        self,
+        check: Callable[[Server], Awaitable[None]],
+        response_timeout_s: float,
+        back_off: Callable[[float], object] = lambda _began_s: None,
     ) -> None:
         """Create a detector that observes no call yet.
 
@@ -184,8 +147,10 @@ class HangDetector:
             check: Checks a server; any end, also an error, shows that it does not hang.
             response_timeout_s: Seconds in which a server answers a call or a check made during the
                 call, unless it hangs.
+            back_off: Called with the start of a check (loop time) whose answer was late.
         """
         self._check = check
+        self._back_off = back_off
         self._slow_s = response_timeout_s / 4
         self._check_s = response_timeout_s - self._slow_s
         self._slow: dict[Server, set[asyncio.Timeout]] = {}
@@ -231,13 +196,17 @@ class HangDetector:
 
     async def _run(self, server: Server) -> None:
         """Check a server repeatedly until its slow calls have ended, or until it counts as hung."""
+        loop = asyncio.get_running_loop()
         try:
             while self._slow.get(server):
+                began_s = loop.time()
                 try:
                     async with asyncio.timeout(self._check_s) as self._checks[server]:
                         await self._check(server)
+                    if loop.time() - began_s > _LATE_PART * self._check_s:
+                        self._back_off(began_s)
                 except TimeoutError:
-                    self._hung_s[server] = now_s = asyncio.get_running_loop().time()
+                    self._hung_s[server] = now_s = loop.time()
                     for timer in self._slow.pop(server):
                         if not timer.expired():
                             timer.reschedule(now_s)
@@ -263,7 +232,11 @@ class Calls:
     """
 
     def __init__(
-        self, client: RemoteClient, settings: RemoteSettings, counters: RemoteCounters
+        self,
+        client: RemoteClient,
+        settings: RemoteSettings,
+        counters: RemoteCounters,
+        back_off: Callable[[float], object] = lambda _began_s: None,
     ) -> None:
         """Create the object without making a call.
 
@@ -271,11 +244,14 @@ class Calls:
             client: Client whose calls are made.
             settings: Deadlines and retries; `probe_timeout_s` is the servers' response timeout.
             counters: Counts the calls.
+            back_off: Called with the start (loop time) of a call or check that found too many
+                calls in flight.
         """
         self._client = client
         self.counters = counters
         self._settings = settings
-        self._hangs = HangDetector(client.check, settings.probe_timeout_s)
+        self._back_off = back_off
+        self._hangs = HangDetector(client.check, settings.probe_timeout_s, back_off)
         self._suspects: dict[Server, float] = {}
         """Servers that may be down -> loop time before which they are not called."""
         self._answered_s: dict[Server, float] = {}
@@ -289,8 +265,11 @@ class Calls:
         server: Server = None,
         may_retry: bool = True,
         may_hang: bool = True,
+        timeout_s: float | None = None,
     ) -> T:
         """Await a call, with retries while they can help and time is left.
+
+        While the server says "slow down", `max_retries` does not count.
 
         Args:
             call: Starts the call.
@@ -298,16 +277,27 @@ class Calls:
             server: The server called.
             may_retry: Whether to retry.
             may_hang: Whether the call ends early, and is not repeated, if the server hangs.
+            timeout_s: Timeout of an attempt in seconds, in place of `call_timeout_s`.
 
         Raises:
             TierError: The call failed.
         """
-        attempt, began_s = 0, asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        attempt, began_s = 0, loop.time()
+        timeout_s = timeout_s or self._settings.call_timeout_s
         while True:
+            attempt_s = loop.time()
             try:
-                return await self._once(call, deadline_s, server, may_hang=may_hang)
+                return await self._once(
+                    call, deadline_s, server, may_hang=may_hang, timeout_s=timeout_s
+                )
             except RefusedError:
                 raise
+            except SlowDownError:
+                self.counters.slow_downs += 1
+                self._back_off(attempt_s)
+                if not may_retry or not await self._pause(attempt, deadline_s):
+                    raise
             except TierUnavailableError:
                 is_last = not may_retry or attempt >= self._settings.max_retries
                 if (
@@ -386,11 +376,12 @@ class Calls:
         server: Server,
         *,
         may_hang: bool,
+        timeout_s: float,
     ) -> T:
         location = self._client.location
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        seconds = max(0.0, min(self._settings.call_timeout_s, deadline_s - began_s))
+        seconds = max(0.0, min(timeout_s, deadline_s - began_s))
         self.counters.requests += 1
         failure: TierError
         try:
@@ -410,7 +401,7 @@ class Calls:
         except TimeoutError:
             passed_s = loop.time() - began_s
             kind: type[TierTimeoutError] = TierTimeoutError  # of the job or the probe
-            if seconds == self._settings.call_timeout_s and passed_s >= seconds - _LAG_S:
+            if seconds == timeout_s and passed_s >= seconds - _LAG_S:
                 kind = CallTimeoutError
             elif self._hangs.hangs_since(server, began_s):
                 kind = ServerHangError
@@ -449,7 +440,7 @@ class Calls:
     async def _pause(self, attempt: int, deadline_s: float) -> bool:
         """Wait before a retry, with exponential backoff; False if no time is left."""
         jitter = random.random()  # noqa: S311 - so that clients do not retry in lockstep
-        seconds = _FIRST_PAUSE_S * 2**attempt * (0.5 + jitter / 2)
+        seconds = _FIRST_PAUSE_S * 2 ** min(attempt, _MAX_DOUBLINGS) * (0.5 + jitter / 2)
         if asyncio.get_running_loop().time() + seconds >= deadline_s:
             return False
         await asyncio.sleep(seconds)

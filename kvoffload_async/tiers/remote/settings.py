@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,14 +18,11 @@ from kvoffload_async.config import (
     or_none,
     parse_file,
     parse_seconds,
-    parse_size_bytes,
     without_user_info,
 )
 from kvoffload_async.errors import CallTimeoutError, ConfigError, Remedies, TierTimeoutError
 from kvoffload_async.tiers.files.ops import read_given
 from kvoffload_async.tiers.files.settings import IntegrityOptions
-
-logger = logging.getLogger(__name__)
 
 _LEAST_CHARS: Final = 3
 _MOST_LATER: Final = 16
@@ -137,8 +133,6 @@ class RemoteSettings(IntegrityOptions):
     ttl_s: float | None = option(or_none(parse_seconds), None)
     """Seconds after which an unused block expires; give less than a lifecycle rule of the server
     does. None: only the server decides."""
-    bytes_in_flight: int = option(parse_size_bytes, "64MiB")
-    """Maximum payload in flight, in bytes, in each direction."""
     call_timeout_s: float = option(parse_seconds, 5.0)
     """Deadline in seconds of one call."""
     max_retries: int = option(at_least(0, _MAX_RETRIES), 2)
@@ -147,7 +141,7 @@ class RemoteSettings(IntegrityOptions):
     """Seconds for which a positive answer is cached; 0: not cached."""
     negative_cache_ttl_s: float = option(parse_ttl_s, 1.0)
     """Seconds for which a negative answer is cached; 0: not cached."""
-    connections: int = 8
+    connections: int = 32
     job_timeout_s: float = 30.0
     probe_timeout_s: float = 2.0
     redact: Redactor = field(default_factory=Redactor)
@@ -160,17 +154,6 @@ class RemoteSettings(IntegrityOptions):
         )
         identity.require_model()
         return settings
-
-    def warn_of_large_blocks(self, tier: str, block_bytes: int) -> None:
-        """Log a warning if less than one block may be in flight."""
-        if block_bytes > self.bytes_in_flight:
-            logger.warning(
-                "tier %s: bytes_in_flight (%d) is less than a block (%d bytes), so only one block "
-                "at a time is stored, and one loaded; raise bytes_in_flight",
-                tier,
-                self.bytes_in_flight,
-                block_bytes,
-            )
 
 
 _SLOW: Final = "check the server and the network; if it is only slow, raise "
@@ -195,10 +178,12 @@ class RemoteCounters:
         unremoved: Corrupt blocks whose removal failed.
         emptied: Number of times that the server had lost its contents.
         present_blocks: Blocks to be stored that existed already.
+        unstarted_blocks: Blocks not begun in time, as they queued behind others.
         requests: Calls started, including retries.
         retries: Calls that repeated a failed one.
         failed: Failed calls.
         timeouts: Failed calls that timed out.
+        slow_downs: Failed calls for which the server asked for fewer calls.
         health_checks: Calls that only checked a server.
     """
 
@@ -211,8 +196,10 @@ class RemoteCounters:
     unremoved: int = 0
     emptied: int = 0
     present_blocks: int = 0
+    unstarted_blocks: int = 0
     requests: int = 0
     retries: int = 0
     failed: int = 0
     timeouts: int = 0
+    slow_downs: int = 0
     health_checks: int = 0

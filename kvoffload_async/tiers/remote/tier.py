@@ -10,10 +10,10 @@ import logging
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import islice
-from typing import Final, TypeVar
+from typing import ClassVar, Final, TypeVar
 
 import numpy as np
 
@@ -36,20 +36,26 @@ from kvoffload_async.errors import (
     TierTimeoutError,
     drop_tracebacks,
 )
-from kvoffload_async.tiers.remote.calls import Calls, CongestionWindow, run_together
+from kvoffload_async.tiers.remote.calls import Calls, InFlight, Together, run_together
 from kvoffload_async.tiers.remote.client import (
     Envelopes,
     Parts,
     RefusedError,
     RemoteClient,
+    Server,
     Target,
     Value,
     ValueExistsError,
 )
 from kvoffload_async.tiers.remote.existence import ExistenceCache, ExistenceProber, ExpiringKeys
-from kvoffload_async.tiers.remote.settings import RemoteCounters, RemoteSettings
+from kvoffload_async.tiers.remote.settings import (
+    MAX_CONNECTIONS,
+    RemoteCounters,
+    RemoteSettings,
+)
+from kvoffload_async.tiers.remote.window import FIRST_BYTES, Window
 from kvoffload_async.types import JobMetadata, Locality, OffloadKey, block_text
-from kvoffload_async.waiting import Limiter
+from kvoffload_async.waiting import Permit
 
 _BLOCKS_A_CALL: Final = 1024
 _CALLS_AT_ONCE: Final = 8
@@ -175,15 +181,31 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_STARTING_PART: Final = 0.9
-"""Part of a job's time after which no further call with payload begins: calls that began before end
-in time, so that their blocks have results of their own."""
+_RESERVED_PART: Final = 0.1
+"""Part of `io_timeout_s` before a job's deadline in which no further call with payload begins:
+calls that began before end in time, so that their blocks have results of their own."""
+_QUEUE_PART: Final = 1 / 4
+"""Longest tolerated queue of payload, as a part of `probe_timeout_s`: a third of the deadline of a
+check, which queues behind it; see `HangDetector`."""
+_MEMORY_PART: Final = 1 / 8
+"""Maximum payload in flight in each direction, as a part of the primary's memory."""
 
 Portion = Sequence[int]
 """Indices of blocks of a job, all on one server."""
 
 MovePortion = Callable[[JobMetadata, Portion, float], Awaitable[dict[int, TierError]]]
 """Copies some blocks of a job until a deadline (loop time); returns the failed ones."""
+
+
+@dataclass(slots=True)
+class _Run:
+    """A running job, with the loop times of its start and of its deadline."""
+
+    job: JobMetadata
+    in_flight: InFlight
+    began_s: float
+    due_s: float
+    failures: dict[int, TierError] = field(default_factory=dict)
 
 
 class RemoteTier(AsyncTier):
@@ -196,7 +218,9 @@ class RemoteTier(AsyncTier):
     capabilities = TierCapabilities(
         exclusive=False, persistent=True, locality=Locality.REMOTE, deletes=True, lists=True
     )
-    bounds = TierBounds(concurrent_blocks=64)
+    bounds = TierBounds(concurrent_blocks=MAX_CONNECTIONS)
+    first_bytes: ClassVar[int] = FIRST_BYTES
+    """Payload in flight in each direction before anything is measured."""
 
     def __init__(self, settings: RemoteSettings, location: str) -> None:
         """Configure the tier; nothing is connected before `open`.
@@ -215,11 +239,7 @@ class RemoteTier(AsyncTier):
         self._memory: ExistenceCache
         self._questions: ExistenceProber
         self._renewal: Renewal | None = None
-        queue_s = settings.probe_timeout_s / 4  # a third of a check's deadline, `HangDetector`
-        self._loads, self._stores = (
-            CongestionWindow(Limiter(settings.connections, settings.bytes_in_flight), queue_s)
-            for _ in range(2)
-        )
+        self._loads, self._stores = self._limited(self.first_bytes)
         self._unremoved, self._unrenewed = LogRate(), LogRate()
 
     async def open(self, env: TierEnvironment) -> None:
@@ -234,7 +254,8 @@ class RemoteTier(AsyncTier):
         self._envelopes = Envelopes(env.identity.digest, row_bytes, settings.integrity_key)
         self._client = self._create_client(self._envelopes.namespace)
         self._on_close.push_async_callback(self._client.close)
-        self._calls = Calls(self._client, settings, self._counters)
+        self._loads, self._stores = self._limited(int(_MEMORY_PART * env.kv_view.nbytes))
+        self._calls = Calls(self._client, settings, self._counters, self._back_off)
         self._on_close.push_async_callback(self._calls.close)
         loop = asyncio.get_running_loop()
         self._memory = ExistenceCache(
@@ -336,80 +357,122 @@ class RemoteTier(AsyncTier):
         return self._location
 
     def gauges(self) -> Mapping[str, float]:
-        """Return counters of calls, probes and renewals, and the bytes in flight."""
+        """Return counters of calls, probes and renewals, and the bytes in flight and allowed."""
         figures = asdict(self._counters)
         if (renewal := self._renewal) is not None:
             figures |= {"renewed": renewal.renewed, "dropped_renewals": renewal.dropped}
-        in_flight = sum(w.limiter.bytes_in_flight for w in (self._loads, self._stores))
-        return figures | {"bytes_in_flight": in_flight}
+        limiters = self._loads.limiter, self._stores.limiter
+        return figures | {
+            "bytes_in_flight": sum(limiter.bytes_in_flight for limiter in limiters),
+            "bytes_in_flight_limit": sum(limiter.max_bytes for limiter in limiters),
+        }
 
     # -- jobs -----------------------------------------------------------------------------------
 
     async def _run_job(
-        self, job: JobMetadata, window: CongestionWindow, run_portion: MovePortion
+        self, job: JobMetadata, in_flight: InFlight, move: MovePortion
     ) -> BlockFailures:
-        self._opened()
-        client = self._client
-        began_s = asyncio.get_running_loop().time()
-        deadline_s = began_s + self._settings.job_timeout_s
-        start_by_s = began_s + _STARTING_PART * self._settings.job_timeout_s
-        servers = {client.server_of(key) for key in job.keys}
-        down = await self._calls.check(servers, deadline_s)
-        failures: dict[int, TierError] = {}
+        """Move a job's blocks, as many portions at once as are admitted."""
+        now_s = asyncio.get_running_loop().time()
+        run = _Run(job, in_flight, now_s, self._renewed_deadline(job, has_moved=False))
+        indices = await self._indices_to_move(run)
+        client, block_bytes = self._client, self._envelopes.block_bytes
+        step = client.portion_blocks(block_bytes)
+        async with Together(f"remote:{job.job_id}") as together:
+            for positions in client.portions([job.keys[i] for i in indices], step):
+                portion = [indices[position] for position in positions]
+                permit = await self._admitted(run, len(portion) * block_bytes)
+                if permit is None:
+                    self._fail(run, portion, self._unstarted(run, len(portion)))
+                    continue
+                task = together.start(self._run_portion(run, portion, move))
+                task.add_done_callback(partial(_release, permit.keep()))
+                del task  # avoid a reference cycle of task, exception and frame
+        return run.failures
 
-        async def run(portion: Portion) -> None:
-            server = client.server_of(job.keys[portion[0]])
-            if server in down:
-                failures.update(dict.fromkeys(portion, down[server]))
-                return
-            num_bytes = len(portion) * self._envelopes.block_bytes
-            try:
-                async with asyncio.timeout_at(start_by_s) as timer:
-                    with await window.limiter.acquire(num_bytes):
-                        timer.reschedule(deadline_s)
-                        self._calls.require(server, began_s)
-                        failures.update(await run_portion(job, portion, deadline_s))
-            except TimeoutError:
-                error: TierError = TierTimeoutError(f"{client.location}: the job's deadline passed")
-                if timer.when() == start_by_s and window.moved_s >= began_s:
-                    error = JobNotStartedError(
-                        f"{client.location}: not started in time, as it queued behind other blocks"
-                    )
-            except TierError as raised:
-                error = raised
-                drop_tracebacks(error)  # their frames hold the rows
+    async def _indices_to_move(self, run: _Run) -> Portion:
+        """Return the blocks whose servers respond; of a store, those that may have no value."""
+        job, client = run.job, self._client
+        down = await self._calls.check({client.server_of(key) for key in job.keys}, run.due_s)
+        indices: list[int] = []
+        for i, key in enumerate(job.keys):
+            if (server := client.server_of(key)) in down:
+                run.failures[i] = down[server]
             else:
-                return
-            if isinstance(error, TierTimeoutError):
-                window.timed_out()
-            failures.update(dict.fromkeys(portion, self._calls.fault_of(server, error)))
+                indices.append(i)
+        keys = [job.keys[i] for i in indices]
+        unconfirmed = [key for key in keys if self._memory.get(key) is not False]
+        if job.is_promotion or not unconfirmed:
+            return indices
+        try:
+            present = await self._questions.ask_anew(unconfirmed, run.due_s)
+        except TierError as error:
+            drop_tracebacks(error)
+            run.failures.update(dict.fromkeys(indices, error))
+            return ()
+        self._counters.present_blocks += len(present)
+        return [i for i in indices if job.keys[i] not in present]
 
-        block_bytes = self._envelopes.block_bytes
-        most_blocks = max(1, self._settings.bytes_in_flight // block_bytes)
-        step = min(most_blocks, client.portion_blocks(block_bytes))
-        await run_together(map(run, client.portions(job.keys, step)), f"remote:{job.job_id}")
-        return failures
+    async def _admitted(self, run: _Run, num_bytes: int) -> Permit | None:
+        """Return a permit; None if no call may begin any more. Progress renews the wait."""
+        loop, reserved_s = asyncio.get_running_loop(), _RESERVED_PART * self._settings.job_timeout_s
+        while (until_s := run.due_s - reserved_s) > loop.time():
+            try:
+                async with asyncio.timeout_at(until_s):
+                    return await run.in_flight.limiter.acquire(num_bytes)
+            except TimeoutError:
+                continue
+        return None
+
+    async def _run_portion(self, run: _Run, portion: Portion, move: MovePortion) -> None:
+        began_s = asyncio.get_running_loop().time()
+        try:
+            self._calls.require(self._server_of(run, portion), run.began_s)
+            run.failures.update(await move(run.job, portion, run.due_s))
+            run.in_flight.alive_s = asyncio.get_running_loop().time()
+            run.due_s = self._renewed_deadline(run.job, has_moved=True)
+        except TierError as error:
+            drop_tracebacks(error)  # their frames hold the rows
+            if isinstance(error, TierTimeoutError):
+                run.in_flight.back_off(began_s)
+            self._fail(run, portion, error)
+
+    def _fail(self, run: _Run, portion: Portion, error: TierError) -> None:
+        fault = self._calls.fault_of(self._server_of(run, portion), error)
+        run.failures.update(dict.fromkeys(portion, fault))
+
+    def _server_of(self, run: _Run, portion: Portion) -> Server:
+        return self._client.server_of(run.job.keys[portion[0]])
+
+    def _renewed_deadline(self, job: JobMetadata, *, has_moved: bool) -> float:
+        due_s = self._opened().renew_deadline(job.job_id, has_moved=has_moved)
+        return min(due_s, self._deadline(self._settings.job_timeout_s))
+
+    def _unstarted(self, run: _Run, num_blocks: int) -> TierError:
+        """Return the error of blocks that were not admitted in time."""
+        location = self._client.location
+        if run.in_flight.alive_s < run.began_s:
+            return TierTimeoutError(f"{location}: the job's deadline passed")
+        self._counters.unstarted_blocks += num_blocks
+        return JobNotStartedError(
+            f"{location}: not started in time, as it queued behind other blocks"
+        )
 
     async def _store_portion(
         self, job: JobMetadata, portion: Portion, deadline_s: float
     ) -> dict[int, TierError]:
         keys, slots = job.keys, job.block_ids
-        unconfirmed = [keys[i] for i in portion if self._memory.get(keys[i]) is not False]
-        present = await self._questions.ask_anew(unconfirmed, deadline_s) if unconfirmed else ()
-        self._counters.present_blocks += len(present)
-        indices = [i for i in portion if keys[i] not in present]
-        if not indices:
-            return {}
 
         def wrap() -> list[Parts]:
             rows = np.asarray(self._opened().kv_view)
             if self._client.is_in_place:
-                return [self._envelopes.parts(keys[i], rows[slots[i]]) for i in indices]
-            return [(self._envelopes.wrap(keys[i], rows[slots[i]]).data,) for i in indices]
+                return [self._envelopes.parts(keys[i], rows[slots[i]]) for i in portion]
+            return [(self._envelopes.wrap(keys[i], rows[slots[i]]).data,) for i in portion]
 
         values = await self._in_thread(Direction.STORE, wrap)
-        missing = [keys[i] for i in indices]
-        put, departure = partial(self._client.put, missing, values), self._stores.began()
+        missing = [keys[i] for i in portion]
+        put = partial(self._client.put, missing, values)
+        departure = self._stores.departs(len(portion) * self._envelopes.block_bytes)
         server = self._client.server_of(missing[0])
         try:
             outcomes = await self._calls.run(put, deadline_s, server=server)
@@ -421,13 +484,13 @@ class RemoteTier(AsyncTier):
         self._counters.present_blocks += sum(exist)
         sizes = map(self._envelopes.value_bytes, missing)
         sent = (size for size, exists in zip(sizes, exist, strict=True) if not exists)
-        self._stores.ended(departure, sum(sent))
+        self._stores.arrives(departure, sum(sent))
         failures = {
             i: self._redacted(keys[i], error)
-            for i, error, exists in zip(indices, outcomes, exist, strict=True)
+            for i, error, exists in zip(portion, outcomes, exist, strict=True)
             if error is not None and not exists
         }
-        stored = [keys[i] for i in indices if i not in failures]
+        stored = [keys[i] for i in portion if i not in failures]
         self._memory.appeared(stored)
         if self._renewal is not None:
             self._renewal.written(stored)
@@ -474,7 +537,7 @@ class RemoteTier(AsyncTier):
     ) -> tuple[dict[int, TierError], dict[int, Value]]:
         wanted = [keys[i] for i in targets]
         get = partial(self._client.get, wanted, list(targets.values()))
-        departure = self._loads.began()
+        departure = self._loads.departs(len(targets) * self._envelopes.block_bytes)
         server = self._client.server_of(wanted[0])
         found = await self._calls.run(get, deadline_s, server=server)
         failures: dict[int, TierError] = {}
@@ -489,7 +552,7 @@ class RemoteTier(AsyncTier):
             else:
                 failures[i] = self._redacted(keys[i], value)
         del found, value
-        self._loads.ended(departure, sum(targets[i].num_bytes for i in values))
+        self._loads.arrives(departure, sum(targets[i].num_bytes for i in values))
 
         def verify() -> None:
             for i, value in tuple(values.items()):
@@ -517,6 +580,22 @@ class RemoteTier(AsyncTier):
             self._warn(self._unremoved, f"corrupt {block_text(key)} was not removed: {error}")
 
     # -- helpers ----------------------------------------------------------------------------------
+
+    def _limited(self, most_bytes: int) -> tuple[InFlight, InFlight]:
+        """Return the limits of loads and stores, whose windows grow up to `most_bytes`."""
+        first_bytes, settings = self.first_bytes, self._settings
+        most_bytes, queue_s = max(most_bytes, first_bytes), _QUEUE_PART * settings.probe_timeout_s
+        loads, stores = (
+            InFlight(settings.connections, Window(most_bytes, queue_s, first_bytes))
+            for _ in range(2)
+        )
+        return loads, stores
+
+    def _back_off(self, began_s: float) -> None:
+        """Reduce what is in flight, after a call or check that found too many calls."""
+        for in_flight in (self._loads, self._stores):
+            in_flight.alive_s = asyncio.get_running_loop().time()
+            in_flight.back_off(began_s)
 
     async def _renew(self, keys: Sequence[OffloadKey]) -> bool:
         deadline_s = self._deadline(self._settings.job_timeout_s)
@@ -559,3 +638,7 @@ class RemoteTier(AsyncTier):
         if self._env is None:
             raise TierClosedError(f"{self._location} is not open")
         return self._env
+
+
+def _release(release: Callable[[], None], _task: asyncio.Task[None]) -> None:
+    release()

@@ -131,8 +131,9 @@ class ValkeySettings(RemoteSettings):
     """Absolute path of this client's certificate."""
     key_file: str | None = option(or_none(parse_file), None, key="tls_key_file")
     """Absolute path of the private key of this client's certificate."""
-    connections: int = option(at_least(1, MAX_CONNECTIONS), 8)
-    """Concurrent calls with payload, in each direction."""
+    connections: int = option(at_least(1, MAX_CONNECTIONS), 32)
+    """Maximum number of concurrent calls with payload, in each direction; each has blocks of up to
+    4 MiB, or one larger block. Connections are opened when needed."""
 
     @classmethod
     def of(cls, options: Mapping[str, Any], identity: KVIdentity) -> Self:
@@ -151,7 +152,6 @@ class ValkeySettings(RemoteSettings):
         return replace(settings, redact=Redactor([password] if password else []))
 
     def locations(self, identity: KVIdentity) -> list[TierLocation]:
-        self.warn_of_large_blocks("valkey", identity.block_bytes)
         return [TierLocation(self.address.shown, is_exclusive=False, key="url")]
 
     def read_login(self) -> Login:

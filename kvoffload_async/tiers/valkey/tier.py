@@ -26,7 +26,7 @@ class ValkeyTier(RemoteTier):
         TierFullError: "no blocks are stored until there is space: raise the server's maxmemory, "
         "or set its maxmemory-policy to one that evicts",
         Trouble.TOO_SLOW: "raise cpu_bytes_to_use, set write_back to wait, or make the tier "
-        "faster: raise connections and bytes_in_flight, or add servers",
+        "faster: raise connections, or add servers",
     }
 
     _settings: ValkeySettings

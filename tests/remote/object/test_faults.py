@@ -14,6 +14,7 @@ from kvoffload_async.errors import (
     CallTimeoutError,
     ConfigError,
     CorruptBlockError,
+    SlowDownError,
     TierFullError,
     TierTimeoutError,
     TierUnavailableError,
@@ -283,6 +284,10 @@ def test_an_object_that_is_too_long_is_not_read(connection):
         ("error sending request Debug source: source: TimedOut, s3cret", CallTimeoutError),
         ("operation timed out\n\nDebug source: (s3cret)", CallTimeoutError),
         ("connection reset", TierUnavailableError),
+        ("503 Service Unavailable: <Code>SlowDown</Code>", SlowDownError),
+        ("503 The server is busy: <Code>ServerBusy</Code>", SlowDownError),
+        ("429 Too Many Requests", SlowDownError),
+        ("503 Service Unavailable", TierUnavailableError),
     ],
 )
 def test_an_error_of_the_library_is_named_by_what_it_means(text, kind, tmp_path):

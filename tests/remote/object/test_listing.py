@@ -1,6 +1,7 @@
 """A server whose list does not end, or that refuses conditional writes without a reason."""
 
 import asyncio
+import threading
 
 import pytest
 from remote.object.test_hostile_server import environment, s3_at  # noqa: F401 - a fixture
@@ -75,12 +76,56 @@ def test_a_list_of_namespaces_that_does_not_end_is_an_error(monkeypatch):
             asyncio.run(Impatient.find("s3://bucket/fleet"))
 
 
-def test_a_tier_whose_server_never_ends_its_list_does_not_open():
-    with ScriptedServer(lambda request: request.reply(200, page_of())) as server:
-        options = QUICK | {"call_timeout_s": 0.2, "max_retries": 1}
-        with pytest.raises(TierUnavailableError, match="did not answer within"):
-            TierHarness(tier_on(s3_at(server), **options), 4, BLOCK_BYTES)
+def test_a_tier_whose_server_never_ends_its_list_opens_and_works():
+    def answer(request):
+        if "list-type" in request.path:
+            request.reply(200, page_of())
+        else:
+            request.reply(200 if request.command == "PUT" else 404)
+
+    with ScriptedServer(answer) as server:
+        options = QUICK | {"call_timeout_s": 0.4, "job_timeout_s": 1.0}
+        with TierHarness(tier_on(s3_at(server), **options), 4, BLOCK_BYTES) as harness:
+            assert harness.store(K[:1]) == {}
         assert len(server.requests) < MOST_REQUESTS
+
+
+@pytest.mark.parametrize("status", [200, 403])
+def test_a_list_slower_than_a_call_may_be_delays_no_opening_and_goes_on(status, caplog):
+    listed, may_list = threading.Event(), threading.Event()
+    page = page_of(f"{NAMESPACE}/000/00_g0").replace(b"true", b"false")
+    page = page.replace(b"<NextContinuationToken>same</NextContinuationToken>", b"")
+
+    def answer(request):
+        if "list-type" in request.path:
+            may_list.wait(20.0)
+            request.reply(status, page)
+            listed.set()
+        else:
+            request.reply(200 if request.command == "PUT" else 404)
+
+    with ScriptedServer(answer) as server:
+        options = QUICK | {"call_timeout_s": 0.2, "max_retries": 0}
+        with TierHarness(tier_on(s3_at(server), **options), 4, BLOCK_BYTES) as harness:
+            assert harness.store(K[:1]) == {}
+            first = harness.tier._client._listing
+            assert not first.done()
+
+            async def list_longer_than_a_call_may_take():
+                listing = asyncio.get_running_loop().create_task(harness.tier.list_keys(None, 4))
+                await asyncio.sleep(0.5)
+                assert not listing.done()
+                may_list.set()
+                return await listing
+
+            if status == 200:
+                assert harness.run(list_longer_than_a_call_may_take()) == ([], None)
+            else:
+                with pytest.raises(TierUnavailableError):
+                    harness.run(list_longer_than_a_call_may_take())
+            assert listed.wait(20.0)
+            harness.run(asyncio.wait({first}))
+    assert caplog.text.count("a list request has failed") == (status != 200)
 
 
 @pytest.mark.parametrize("status", [409, 412])

@@ -15,6 +15,7 @@ from kvoffload_async.testing import TierHarness
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.files.digests import IntegrityKey
 from kvoffload_async.tiers.object.client import key_of_name, name_of, renewal_name_of
+from kvoffload_async.tiers.object.maintenance import ObjectJudge
 from kvoffload_async.tiers.object.tier import ObjectOptions
 
 K = [key_of(number) for number in range(10)]
@@ -157,6 +158,25 @@ def test_an_object_that_is_larger_than_any_block_is_not_read(store):
     status, found, said = store.run("verify")
     assert (status, found["verification"]["verified"]) == (1, 9)
     assert "1073741825 bytes exceed the read limit" in said
+
+
+def test_a_verification_holds_a_part_of_each_object_alone(store, monkeypatch):
+    parts = []
+    take = ObjectJudge.take
+
+    def watched(judge, part):
+        parts.append(len(part))
+        return take(judge, part)
+
+    monkeypatch.setattr(ObjectJudge, "take", watched)
+    for key in K[:2]:
+        with Path(store.path(name_of(store.namespace, key))).open("r+b") as file:
+            file.truncate(100 << 20)  # takes no space
+    status, found, said = store.run("verify")
+    assert (status, found["verification"]["verified"]) == (1, 8)
+    assert said.count("104857600 bytes") == 2
+    assert len(parts) >= 2 * 10 + 8
+    assert max(parts) <= 16 << 20
 
 
 def test_gc_removes_what_is_too_old(store):
