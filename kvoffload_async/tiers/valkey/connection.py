@@ -169,13 +169,13 @@ class Connection(asyncio.BufferedProtocol):
 
 
 def _encoded(commands: Sequence[Command]) -> Iterator[list[bytes | memoryview]]:
-    """Encode commands; return their pieces in batches. The parts of values are not copied."""
+    """Encode commands; return their buffers in batches. The parts of values are not copied."""
     batch: list[bytes | memoryview] = []
     num_bytes = 0
     for command in commands:
-        for piece in _pieces_of(command):
-            for first in range(0, len(piece), _BATCH_BYTES):
-                batch.append(piece[first : first + _BATCH_BYTES])
+        for data in _buffers_of(command):
+            for first in range(0, len(data), _BATCH_BYTES):
+                batch.append(data[first : first + _BATCH_BYTES])
                 num_bytes += len(batch[-1])
                 if num_bytes >= _BATCH_BYTES:
                     yield batch
@@ -184,7 +184,7 @@ def _encoded(commands: Sequence[Command]) -> Iterator[list[bytes | memoryview]]:
         yield batch
 
 
-def _pieces_of(command: Command) -> Sequence[bytes | memoryview]:
+def _buffers_of(command: Command) -> Sequence[bytes | memoryview]:
     value = command[_VALUE] if len(command) > _VALUE else None
     rest: tuple[Any, ...] = command
     if not isinstance(value, tuple):

@@ -74,9 +74,9 @@ class Link(asyncio.Transport):
     def set_write_buffer_limits(self, high=None, low=None):
         assert (high, low) == (1, 0)
 
-    def writelines(self, pieces):
+    def writelines(self, buffers):
         assert not self.is_cut
-        self.outgoing += map(memoryview, pieces)
+        self.outgoing += map(memoryview, buffers)
         self._control()
 
     def _control(self):
@@ -91,12 +91,12 @@ class Link(asyncio.Transport):
     def send(self, count):
         """Send bytes from wherever they are now, and have the server answer what is complete."""
         while count and self.outgoing:
-            piece = self.outgoing.popleft()
-            self.world.note_use(piece)
-            if count < len(piece):
-                self.outgoing.appendleft(piece[count:])
-            self.parser.feed(bytes(piece[:count]))
-            count -= min(count, len(piece))
+            data = self.outgoing.popleft()
+            self.world.note_use(data)
+            if count < len(data):
+                self.outgoing.appendleft(data[count:])
+            self.parser.feed(bytes(data[:count]))
+            count -= min(count, len(data))
         for command in iter(self.parser.gets, False):
             self.incoming += b"" if self.is_mute else self.world.answer(self.node, command)
         if not self.is_cut:
@@ -316,9 +316,9 @@ class Machine(RuleBasedStateMachine):
     def no_transport_has_a_row_of_others(self):
         owned = [value for call in self.calls for _, value in call.values]
         for link in self.links:
-            for piece in link.outgoing:
-                if isinstance(piece.obj, np.ndarray):
-                    assert any(piece.obj is value.obj for value in owned)
+            for data in link.outgoing:
+                if isinstance(data.obj, np.ndarray):
+                    assert any(data.obj is value.obj for value in owned)
 
     def teardown(self):
         for link in list(self.links):

@@ -69,7 +69,10 @@ def parsed(data):
     """Return what the library makes of replies."""
     parser = hiredis.Reader(replyError=ServerError)
     parser.feed(data)
-    return list(iter(parser.gets, False))
+    found = []
+    while (reply := parser.gets()) is not False:
+        found.append(reply)
+    return found
 
 
 @given(st.lists(replies, min_size=1, max_size=5), st.lists(st.integers(0, 2000), max_size=8))
