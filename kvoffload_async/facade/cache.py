@@ -38,6 +38,8 @@ _PROMOTED_AT_ONCE: Final = 128
 """Maximum number of blocks that a copy has promoted at once."""
 _PROMOTION_S: Final = 30.0
 """Seconds after which a copy leaves blocks out that were not promoted yet."""
+_CLEARING_S: Final = 3600.0
+"""Seconds after which a tier that is being cleared is used again, although its listing goes on."""
 
 OperationName = Literal["delete", "count", "clear", "copy", "move", "list", "pin", "unpin"]
 _LASTING: Final[tuple[OperationName, ...]] = ("delete", "count", "clear", "copy", "move", "list")
@@ -453,12 +455,13 @@ class _Copying(CacheOperation):
 class _Clearing(CacheOperation):
     """Deletes all blocks of tiers, which are not used meanwhile."""
 
-    def __init__(self, planner: Planner, places: Mapping[str, int]) -> None:
+    def __init__(self, planner: Planner, places: Mapping[str, int], until_s: float) -> None:
         self._planner = planner
         self._parts = {
             name: _ClearedTier(planner.tiers[i], planner.deletions) for name, i in places.items()
         }
         self._indices = places
+        self._until_s = until_s
 
     @property
     def report(self) -> CacheReport:
@@ -479,6 +482,9 @@ class _Clearing(CacheOperation):
         return any(part.has_work for part in self._parts.values())
 
     def advance(self) -> None:
+        if self._planner.now_s >= self._until_s:
+            for part in self._parts.values():
+                part.give_up()
         for name, part in self._parts.items():
             part.tier.is_clearing = not part.is_done
             if part.has_work:
@@ -531,6 +537,11 @@ class _ClearedTier:
         else:
             self._is_asking = True
             self.tier.call("list", (), self._listed, self._cursor)
+
+    def give_up(self) -> None:
+        """End after too long a time; what a deletion under way has named is still deleted."""
+        if not self.is_done:
+            self.error = f"it was not empty after {_CLEARING_S:g} seconds; clear it again"
 
     def _listed(self, event: CallEnded) -> None:
         self._is_asking = False
@@ -685,8 +696,8 @@ class CacheManager:
     def clear(self, tiers: Collection[str]) -> CacheOperation:
         """Delete all blocks of tiers, of this model and configuration, whoever has stored them.
 
-        The tiers are not used until the operation has ended. A tier whose listing fails is used
-        again, with what it still has.
+        The tiers are not used until the operation has ended. A tier whose listing fails, or that is
+        not empty after an hour, is used again, with what it still has.
 
         Raises:
             StateError: A name is unknown or the primary's, or a tier cannot delete or list blocks.
@@ -703,7 +714,7 @@ class CacheManager:
                     "instead"
                 )
         self._limit(())
-        return self._begin(_Clearing(self._planner, named))
+        return self._begin(_Clearing(self._planner, named, self._clock() + _CLEARING_S))
 
     def pin(self, keys: Sequence[OffloadKey], duration_s: float) -> int:
         """Keep blocks that are readable in the primary for a time, or until `unpin` or a reset.

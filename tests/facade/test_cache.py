@@ -188,6 +188,33 @@ def test_a_listing_that_fails_ends_the_clearing():
     world.end()
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_clearing_ends_although_a_tier_lists_further_pages_for_ever(ends, monkeypatch):
+    limit_s = 3600.0 if ends else float("inf")
+    monkeypatch.setattr("kvoffload_async.facade.cache._CLEARING_S", limit_s)
+    world = World(LISTED)
+    filled(world, 1)
+
+    async def one_more(cursor, _count):
+        return [], str(int(cursor or 0) + 1)
+
+    monkeypatch.setattr(world.tiers[0], "list_keys", one_more)
+    world.runner.advance(5000.0)
+    operation = world.manager.cache.clear(["tier0"])
+    world.step()
+    assert not operation.is_done, "an idle engine's last step was long ago"
+    for _ in range(20):
+        world.step()
+        world.runner.advance(300.0)
+    assert operation.is_done is ends
+    if ends:
+        assert operation.report.left == {"tier0": 1}
+        assert "not empty after 3600 seconds" in operation.report.errors["tier0"]
+        world.begin("r")
+        assert world.lookup(1) is RETRY, "it is in use again"
+    world.end()
+
+
 def test_tiers_that_cannot_be_cleared_or_listed_are_refused():
     world = World(PROBED, EXACT)
     cache = world.manager.cache
