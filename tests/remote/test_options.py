@@ -69,7 +69,6 @@ def test_blocks_below_256_kib_in_an_object_store_are_warned_of(
     [
         ("ttl_s", 0),
         ("connections", 0),
-        ("bytes_in_flight", "many"),
         ("call_timeout_s", -1),
         ("max_retries", 99),
         ("positive_cache_ttl_s", -1),

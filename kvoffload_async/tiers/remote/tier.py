@@ -345,7 +345,8 @@ class RemoteTier(AsyncTier):
         """Return some keys, in the store's order; a page may have fewer than `count`."""
         self._opened()
         call = partial(self._client.list_keys, cursor, count)
-        return await self._calls.run(call, self._deadline(self._settings.job_timeout_s))
+        timeout_s = self._settings.job_timeout_s
+        return await self._calls.run(call, self._deadline(timeout_s), timeout_s=timeout_s)
 
     async def close(self) -> None:
         """Close all connections; idempotent."""

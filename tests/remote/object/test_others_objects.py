@@ -102,13 +102,13 @@ def test_a_lost_race_counts_as_stored_and_measures_no_rate(host, connection, mon
     one, other = host(negative_cache_ttl_s=60.0), host()
     assert one.contains(K[:6]) == frozenset()
     stored(other, K[:4])
-    ended, sizes = one.tier._stores.ended, []
+    ended, sizes = one.tier._stores.arrives, []
 
     def noted(departure, num_bytes):
         sizes.append(num_bytes)
         ended(departure, num_bytes)
 
-    monkeypatch.setattr(one.tier._stores, "ended", noted)
+    monkeypatch.setattr(one.tier._stores, "arrives", noted)
     assert one.store(K[:6]) == {}
     assert sorted(map(bool, sizes)) == [False] * 4 + [True] * 2, "its bytes may not have been sent"
     assert one.tier.gauges()["present_blocks"] == 4
