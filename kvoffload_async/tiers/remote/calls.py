@@ -111,6 +111,16 @@ async def run_together(coroutines: Iterable[Coroutine[Any, Any, None]], name: st
             together.start(coroutine)
 
 
+async def run_few(coroutines: Iterator[Coroutine[Any, Any, None]], most: int, name: str) -> None:
+    """Run coroutines, at most `most` at once; each is taken when its turn comes."""
+
+    async def work() -> None:
+        for coroutine in coroutines:
+            await coroutine
+
+    await run_together((work() for _ in range(most)), name)
+
+
 T = TypeVar("T")
 
 _FIRST_PAUSE_S: Final = 0.05

@@ -36,7 +36,7 @@ from kvoffload_async.errors import (
     TierTimeoutError,
     drop_tracebacks,
 )
-from kvoffload_async.tiers.remote.calls import Calls, InFlight, Together, run_together
+from kvoffload_async.tiers.remote.calls import Calls, InFlight, Together, run_few, run_together
 from kvoffload_async.tiers.remote.client import (
     Envelopes,
     Parts,
@@ -321,22 +321,21 @@ class RemoteTier(AsyncTier):
         if self._renewal is not None:
             await self._renewal.forget(keys)
         failures: dict[int, TierError] = {}
-        gate = asyncio.Semaphore(_CALLS_AT_ONCE)
 
         async def remove(portion: Portion) -> None:
             some = [keys[i] for i in portion]
             server = self._client.server_of(some[0])
-            async with gate:
-                try:
-                    call = partial(self._client.remove, some)
-                    await self._calls.run(call, deadline_s, server=server)
-                except TierError as error:
-                    failures.update(dict.fromkeys(portion, self._calls.fault_of(server, error)))
-                else:
-                    self._questions.deleted(some)
+            try:
+                call = partial(self._client.remove, some)
+                await self._calls.run(call, deadline_s, server=server)
+            except TierError as error:
+                failures.update(dict.fromkeys(portion, self._calls.fault_of(server, error)))
+            else:
+                self._questions.deleted(some)
 
         step = _BLOCKS_A_CALL if self._client.answers_many else 1
-        await run_together(map(remove, self._client.portions(keys, step)), "remote:delete")
+        portions = self._client.portions(keys, step)
+        await run_few(map(remove, portions), min(_CALLS_AT_ONCE, len(portions)), "remote:delete")
         return failures
 
     async def list_keys(
