@@ -12,6 +12,7 @@ from kvoffload_async.errors import (
     ConfigError,
     CorruptBlockError,
     ServerHangError,
+    SlowDownError,
     TierClosedError,
     TierFullError,
     TierTimeoutError,
@@ -163,6 +164,14 @@ def test_a_call_is_repeated_until_it_works():
         world.client.failures = [LibraryError(), LibraryError()]
         assert world.load(K[:1]) == {}
         assert world.gauge("retries") == 2
+
+
+def test_a_server_that_said_slow_down_leaves_a_failed_call_its_retries():
+    with World(max_retries=1) as world:
+        world.store(K[:1])
+        world.client.failures = [LibraryError(SlowDownError)] * 3 + [LibraryError()]
+        assert world.load(K[:1]) == {}
+        assert world.gauge("retries") == 4
 
 
 def test_a_refusal_is_not_repeated():

@@ -293,7 +293,8 @@ class Calls:
             TierError: The call failed.
         """
         loop = asyncio.get_running_loop()
-        attempt, began_s = 0, loop.time()
+        attempt = failures = 0
+        began_s = loop.time()
         timeout_s = timeout_s or self._settings.call_timeout_s
         while True:
             attempt_s = loop.time()
@@ -309,7 +310,8 @@ class Calls:
                 if not may_retry or not await self._pause(attempt, deadline_s):
                     raise
             except TierUnavailableError:
-                is_last = not may_retry or attempt >= self._settings.max_retries
+                failures += 1
+                is_last = not may_retry or failures > self._settings.max_retries
                 if (
                     is_last
                     or self._hangs.hangs_since(server, began_s)
