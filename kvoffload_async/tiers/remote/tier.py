@@ -143,10 +143,12 @@ class Renewal:
         self._waiting.clear()
 
     async def _run(self) -> None:
-        self._failed_in_a_row = 0
         try:
-            await asyncio.sleep(self._pause_s)
-            await run_together((self._work() for _ in range(self._calls_at_once)), "remote:renewal")
+            while self._waiting:  # also for those that came while the last workers ended
+                self._failed_in_a_row = 0
+                await asyncio.sleep(self._pause_s)
+                workers = (self._work() for _ in range(self._calls_at_once))
+                await run_together(workers, "remote:renewal")
         finally:
             self._task = None
 
@@ -156,7 +158,12 @@ class Renewal:
             keys = tuple(islice(self._waiting, self._blocks_a_call))
             for key in keys:
                 del self._waiting[key]
-            if await self._call(keys):
+            try:
+                is_renewed = await self._call(keys)
+            except asyncio.CancelledError:
+                self.dropped += len(keys)
+                raise
+            if is_renewed:
                 self._failed_in_a_row = 0
                 self.renewed += len(keys)
                 self.written(keys)
