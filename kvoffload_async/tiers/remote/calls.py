@@ -441,7 +441,8 @@ class Calls:
 
     def _doubt(self, server: Server, *, has_timed_out: bool) -> None:
         pause_s = self._settings.call_timeout_s if has_timed_out and server is not None else 0.0
-        self._suspects[server] = asyncio.get_running_loop().time() + pause_s
+        until_s = asyncio.get_running_loop().time() + pause_s
+        self._suspects[server] = max(until_s, self._suspects.get(server, until_s))
 
     def _redacted_error(self, error: Exception) -> TierError:
         """Convert an error of the library, with secrets removed."""
