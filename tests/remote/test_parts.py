@@ -95,7 +95,9 @@ def test_expired_answers_leave_and_their_number_is_bounded(monkeypatch):
     assert memory.get(K[29]) is True
     now[0] = 20.0
     memory.appeared(K[40:41])
-    assert len(memory._present._expiry) == 1
+    assert len(memory._present._expiry) == 9, "no call takes long"
+    memory.appeared(K[41:45])
+    assert list(memory._present._expiry) == K[40:45]
 
 
 # -- together -----------------------------------------------------------------------------------
