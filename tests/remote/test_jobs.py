@@ -85,6 +85,25 @@ def test_a_corrupt_block_fails_alone_and_is_removed():
         assert world.load(K[:3]) == {}
 
 
+def test_calls_for_which_no_time_is_left_are_neither_made_nor_counted_nor_a_doubt():
+    with World(FakeClient(portion=8), job_timeout_s=8.0) as world:
+        world.client.values |= dict.fromkeys(K[:8], b"bad")
+        removed = []
+
+        async def remove_slowly(key, *_):
+            removed.append(key)
+            await asyncio.sleep(3.0)
+            return True
+
+        world.client.remove_if = remove_slowly
+        world.load(K[:8])
+        assert len(removed) == 3
+        assert world.gauge("removed") == 2
+        assert world.gauge("unremoved") == 6
+        assert world.gauge("requests") == 1 + 2 + 3
+        assert world.gauge("timeouts") == world.gauge("failed") == 1
+
+
 def test_a_block_that_was_written_anew_meanwhile_is_not_removed():
     with World() as world:
         world.store(K[:1])

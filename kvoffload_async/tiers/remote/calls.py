@@ -393,11 +393,12 @@ class Calls:
         location = self._client.location
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        seconds = max(0.0, min(timeout_s, deadline_s - began_s))
+        seconds = min(timeout_s, deadline_s - began_s)
+        if seconds <= 0.0:  # the server is not to blame
+            raise TierTimeoutError(f"{location}: no time is left for a call")
         self.counters.requests += 1
         failure: TierError
         try:
-            # An expired deadline ends the call at its first step.
             async with asyncio.timeout(seconds) as timer:
                 is_observed = may_hang and seconds > self._settings.probe_timeout_s
                 observing = self._hangs.observing(server, timer) if is_observed else nullcontext()
