@@ -270,6 +270,16 @@ def test_after_a_fault_a_job_first_asks_whether_the_server_is_there():
         assert world.client.calls["check"] == world.gauge("health_checks") == 2
 
 
+def test_a_suspected_server_that_answers_slow_down_is_there():
+    with World(max_retries=0) as world:
+        world.store(K[:8])
+        world.client.failures = [LibraryError()]
+        world.load(K[:1])
+        world.client.failures = [LibraryError(SlowDownError)]
+        assert world.load(K[:8]) == {}
+        assert world.gauge("health_checks") == 1
+
+
 def test_a_server_that_refuses_at_the_opening_is_an_error_of_the_configuration():
     world = World(redact=Redactor(["s3cret"]))
     world.client.failures = [LibraryError(RefusedError, "bad password s3cret")]

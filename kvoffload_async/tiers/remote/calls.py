@@ -344,9 +344,12 @@ class Calls:
             until_s = asyncio.get_running_loop().time() + self._settings.probe_timeout_s
             try:
                 await self.run(call, min(deadline_s, until_s), server=server, may_retry=False)
-            except TierError as error:
+            except TierUnavailableError as error:
                 drop_tracebacks(error)
                 failures[server] = self.fault_of(server, error)
+            except TierError as error:  # it responds, if only to ask for fewer calls
+                drop_tracebacks(error)
+                self._suspects.pop(server, None)
 
         suspects = [server for server in servers if server in self._suspects]
         await run_together(map(ask, suspects), "remote:check")
