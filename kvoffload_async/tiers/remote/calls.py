@@ -23,7 +23,7 @@ from kvoffload_async.errors import (
 from kvoffload_async.tiers.remote.client import RefusedError, RemoteClient, Server, hearing
 from kvoffload_async.tiers.remote.settings import RemoteCounters, RemoteSettings
 from kvoffload_async.tiers.remote.window import Departure, Window
-from kvoffload_async.waiting import Limiter
+from kvoffload_async.waiting import Limiter, all_done
 
 
 class InFlight:
@@ -90,8 +90,7 @@ class Together:
         finally:
             for task in tasks:
                 task.cancel()
-            if tasks:
-                await asyncio.wait(tasks)
+            await all_done(*tasks)
         try:
             for task in tasks:
                 if not task.cancelled() and kind is None:
@@ -298,6 +297,8 @@ class Calls:
         timeout_s = timeout_s or self._settings.call_timeout_s
         while True:
             attempt_s = loop.time()
+            if attempt_s >= deadline_s:  # the server is not to blame
+                raise TierTimeoutError(f"{self._client.location}: no time is left for a call")
             try:
                 return await self._once(
                     call, deadline_s, server, may_hang=may_hang, timeout_s=timeout_s
@@ -397,8 +398,6 @@ class Calls:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         seconds = min(timeout_s, deadline_s - began_s)
-        if seconds <= 0.0:  # the server is not to blame
-            raise TierTimeoutError(f"{location}: no time is left for a call")
         self.counters.requests += 1
         failure: TierError
         try:
