@@ -12,6 +12,7 @@ from kvoffload_async.errors import (
     ConfigError,
     CorruptBlockError,
     ServerHangError,
+    SlowDownError,
     TierClosedError,
     TierFullError,
     TierTimeoutError,
@@ -82,6 +83,25 @@ def test_a_corrupt_block_fails_alone_and_is_removed():
         assert world.gauge("corrupt") == world.gauge("removed") == 1
         assert world.store(K[:3]) == {}
         assert world.load(K[:3]) == {}
+
+
+def test_calls_for_which_no_time_is_left_are_neither_made_nor_counted_nor_a_doubt():
+    with World(FakeClient(portion=8), job_timeout_s=8.0) as world:
+        world.client.values |= dict.fromkeys(K[:8], b"bad")
+        removed = []
+
+        async def remove_slowly(key, *_):
+            removed.append(key)
+            await asyncio.sleep(3.0)
+            return True
+
+        world.client.remove_if = remove_slowly
+        world.load(K[:8])
+        assert len(removed) == 3
+        assert world.gauge("removed") == 2
+        assert world.gauge("unremoved") == 6
+        assert world.gauge("requests") == 1 + 2 + 3
+        assert world.gauge("timeouts") == world.gauge("failed") == 1
 
 
 def test_a_block_that_was_written_anew_meanwhile_is_not_removed():
@@ -165,6 +185,14 @@ def test_a_call_is_repeated_until_it_works():
         assert world.gauge("retries") == 2
 
 
+def test_a_server_that_said_slow_down_leaves_a_failed_call_its_retries():
+    with World(max_retries=1) as world:
+        world.store(K[:1])
+        world.client.failures = [LibraryError(SlowDownError)] * 3 + [LibraryError()]
+        assert world.load(K[:1]) == {}
+        assert world.gauge("retries") == 4
+
+
 def test_a_refusal_is_not_repeated():
     with World(max_retries=5) as world:
         world.client.failures = [LibraryError(RefusedError)]
@@ -240,6 +268,16 @@ def test_after_a_fault_a_job_first_asks_whether_the_server_is_there():
         assert len(world.load(K[:8])) == 8  # it is there again, and has none of them
         world.load(K[:8])
         assert world.client.calls["check"] == world.gauge("health_checks") == 2
+
+
+def test_a_suspected_server_that_answers_slow_down_is_there():
+    with World(max_retries=0) as world:
+        world.store(K[:8])
+        world.client.failures = [LibraryError()]
+        world.load(K[:1])
+        world.client.failures = [LibraryError(SlowDownError)]
+        assert world.load(K[:8]) == {}
+        assert world.gauge("health_checks") == 1
 
 
 def test_a_server_that_refuses_at_the_opening_is_an_error_of_the_configuration():

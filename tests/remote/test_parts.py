@@ -15,6 +15,7 @@ from kvoffload_async.tiers.remote.calls import run_together
 from kvoffload_async.tiers.remote.client import Envelopes, Header, is_newer
 from kvoffload_async.tiers.remote.existence import ExistenceCache
 from kvoffload_async.tiers.remote.settings import Redactor
+from kvoffload_async.waiting import LastingFuture
 
 K = [key_of(number) for number in range(200)]
 
@@ -95,7 +96,9 @@ def test_expired_answers_leave_and_their_number_is_bounded(monkeypatch):
     assert memory.get(K[29]) is True
     now[0] = 20.0
     memory.appeared(K[40:41])
-    assert len(memory._present._expiry) == 1
+    assert len(memory._present._expiry) == 9, "no call takes long"
+    memory.appeared(K[41:45])
+    assert list(memory._present._expiry) == K[40:45]
 
 
 # -- together -----------------------------------------------------------------------------------
@@ -117,6 +120,30 @@ def test_the_first_error_ends_the_others_and_is_raised():
     with pytest.raises(ValueError, match="first"):
         runner.run(run_together([wait(), fail(), wait()], "test"), 10.0)
     assert ended == [1.0, 1.0]
+    runner.close()
+
+
+def test_they_have_ended_when_their_caller_has_however_often_it_is_cancelled():
+    runner, ended = VirtualRunner(), []
+
+    async def last():
+        future = LastingFuture()
+        runner.loop.call_later(5.0, future.set_result, None)
+        try:
+            await future
+        finally:
+            ended.append(runner.loop.time())
+
+    async def cancel_twice():
+        task = asyncio.create_task(run_together([last(), last()], "test"))
+        for _ in range(3):
+            await asyncio.sleep(1.0)
+            task.cancel()
+        await asyncio.wait({task})
+        assert task.cancelled()
+
+    runner.run(cancel_twice(), 10.0)
+    assert ended == [5.0, 5.0]
     runner.close()
 
 

@@ -131,3 +131,35 @@ def test_a_use_before_the_opening_is_nothing():
     world = World(ttl_s=TTL_S)
     world.tier.touch(K)
     world.runner.close()
+
+
+def test_renewals_under_way_when_the_tier_closes_are_counted_as_dropped():
+    with World(FakeClient(answers_many=False), ttl_s=TTL_S) as world:
+        world.client.renewal_s = 100.0
+        touch(world, K[:20])
+        world.runner.advance(TTL_S / 16)
+        assert world.client.calls["renew"] == 8
+        world.run(world.tier.close())
+        assert world.gauge("renewed") + world.gauge("dropped_renewals") == 20
+
+
+@pytest.mark.parametrize("steps", range(6))
+def test_a_use_while_the_last_renewal_ends_is_renewed_too(steps):
+    with World(FakeClient(answers_many=False), ttl_s=TTL_S) as world:
+        renew, loop = world.client.renew, world.runner.loop
+
+        def use_after(steps):
+            if steps:
+                loop.call_soon(use_after, steps - 1)
+            else:
+                world.tier.touch(K[1:2])
+
+        async def renew_and_use(keys):
+            await renew(keys)
+            if keys == (K[0],):
+                use_after(steps)
+
+        world.client.renew = renew_and_use
+        touch(world, K[:1])
+        world.runner.advance(TTL_S / 4 - 1)
+        assert world.client.renewed == K[:2]

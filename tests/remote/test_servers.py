@@ -139,3 +139,24 @@ def test_a_server_of_several_that_is_down_opens_no_breaker():
     health.probe_started(1)
     health.probe_ended(ProbeAnswered(1, frozenset(), error))
     assert health.loads.state is health.stores.state is BreakerState.CLOSED
+
+
+def test_a_call_given_up_does_not_end_the_rest_of_a_server_that_timed_out(world):
+    world.store(K)
+    world.client.frozen = {1}
+
+    async def time_out_and_give_up():
+        await world.tier.load(make_job(1, [K[OTHERS[0]]], [0], is_promotion=True))
+        lost = world.tier.load(make_job(2, [K[LOST[0]]], [1], is_promotion=True))
+        losing = asyncio.create_task(lost)
+        await asyncio.sleep(1.7)
+        late = asyncio.create_task(world.tier.delete([K[LOST[1]]]))
+        await losing
+        assert not late.done()
+        late.cancel()
+        await asyncio.wait({late})
+
+    world.run(time_out_and_give_up())
+    before_s = world.runner.loop.time()
+    assert sorted(world.load(K)) == LOST
+    assert world.runner.loop.time() == before_s

@@ -262,6 +262,7 @@ class ObjectClient(RemoteClient):
         self._has_warned = False
         self._patience_s, self._list_timeout_s = patience_s, list_timeout_s
         self._listing: asyncio.Task[None] | None = None
+        self._is_late = self._has_warned_of_list = False
 
     async def connect(self) -> None:
         """List the namespace, and describe it; a list request that takes long goes on alone.
@@ -271,13 +272,25 @@ class ObjectClient(RemoteClient):
         if self._listing is None or self._listing.done():
             loop = asyncio.get_running_loop()
             self._listing = loop.create_task(self._list_first(), name="object:list")
-            self._listing.add_done_callback(_retrieve)
+            self._listing.add_done_callback(self._listed)
+            self._is_late = False
         await asyncio.wait({self._listing}, timeout=self._patience_s)
         if self._listing.done():
             self._listing.result()
         else:
-            self._listing.add_done_callback(_warn_of_failure)
+            self._is_late = True
         await self._create(description_name_of(self._namespace), self._description)
+
+    def _listed(self, listing: asyncio.Task[None]) -> None:
+        """Warn of a list request that has failed unless an opening raises its error; only once.
+
+        The warning omits the error's text, which may contain secrets.
+        """
+        if listing.cancelled() or (error := listing.exception()) is None:
+            return
+        if self._is_late and not self._has_warned_of_list:
+            self._has_warned_of_list = True
+            logger.warning("object store: a list request has failed (%s)", type(error).__name__)
 
     async def _list_first(self) -> None:
         async with asyncio.timeout(self._list_timeout_s):
@@ -489,16 +502,6 @@ class ObjectClient(RemoteClient):
             return None
         data = None if size > most_bytes else await read_at_most(self._store, answer, most_bytes)
         return Value(_EMPTY if data is None else data, version)
-
-
-def _retrieve(listing: asyncio.Task[None]) -> BaseException | None:
-    """Return a task's exception, which asyncio logs unless it is retrieved."""
-    return None if listing.cancelled() else listing.exception()
-
-
-def _warn_of_failure(listing: asyncio.Task[None]) -> None:
-    if (error := _retrieve(listing)) is not None:  # without its text, which may contain secrets
-        logger.warning("object store: a list request has failed (%s)", type(error).__name__)
 
 
 async def read_at_most(store: ObjectStore, answer: GetResult, most_bytes: int) -> memoryview | None:

@@ -23,7 +23,13 @@ from kvoffload_async.config import (
     parse_url,
     shown,
 )
-from kvoffload_async.errors import ConfigError, CorruptBlockError, TierFullError, Trouble
+from kvoffload_async.errors import (
+    ConfigError,
+    CorruptBlockError,
+    TierFullError,
+    TierTimeoutError,
+    Trouble,
+)
 from kvoffload_async.tiers.object.endpoints import variables_of
 from kvoffload_async.tiers.remote.client import RemoteClient
 from kvoffload_async.tiers.remote.lookups import Lookups
@@ -281,12 +287,19 @@ class ObjectTier(RemoteTier):
         asked: set[OffloadKey] = set()
 
         async def ask(keys: Sequence[OffloadKey]) -> set[OffloadKey]:
+            is_first = not asked
             asked.update(self._memory.unknown(keys))
-            return await self._questions.ask(keys, deadline_s)
+            try:
+                return await self._questions.ask(keys, deadline_s)
+            except TierTimeoutError:
+                if is_first:
+                    raise
+                return set()  # the store has answered, and the time is over
 
         lengths = await bisect_prefixes(chains, ask)
         for chain, length in zip(chains, lengths, strict=True):
-            if length < len(chain) and chain[length] in asked:
+            is_behind = length < len(chain) and chain[length] in asked
+            if is_behind and self._memory.get(chain[length]) is False:  # not unanswered
                 self._memory.vanished(self._memory.unknown(chain[length + 1 :]))
         return lengths
 

@@ -23,7 +23,7 @@ from kvoffload_async.errors import (
 from kvoffload_async.tiers.remote.client import RefusedError, RemoteClient, Server, hearing
 from kvoffload_async.tiers.remote.settings import RemoteCounters, RemoteSettings
 from kvoffload_async.tiers.remote.window import Departure, Window
-from kvoffload_async.waiting import Limiter
+from kvoffload_async.waiting import Limiter, all_done
 
 
 class InFlight:
@@ -90,8 +90,7 @@ class Together:
         finally:
             for task in tasks:
                 task.cancel()
-            if tasks:
-                await asyncio.wait(tasks)
+            await all_done(*tasks)
         try:
             for task in tasks:
                 if not task.cancelled() and kind is None:
@@ -109,6 +108,16 @@ async def run_together(coroutines: Iterable[Coroutine[Any, Any, None]], name: st
     async with Together(name) as together:
         for coroutine in waiting:
             together.start(coroutine)
+
+
+async def run_few(coroutines: Iterator[Coroutine[Any, Any, None]], most: int, name: str) -> None:
+    """Run coroutines, at most `most` at once; each is taken when its turn comes."""
+
+    async def work() -> None:
+        for coroutine in coroutines:
+            await coroutine
+
+    await run_together((work() for _ in range(most)), name)
 
 
 T = TypeVar("T")
@@ -283,10 +292,13 @@ class Calls:
             TierError: The call failed.
         """
         loop = asyncio.get_running_loop()
-        attempt, began_s = 0, loop.time()
+        attempt = failures = 0
+        began_s = loop.time()
         timeout_s = timeout_s or self._settings.call_timeout_s
         while True:
             attempt_s = loop.time()
+            if attempt_s >= deadline_s:  # the server is not to blame
+                raise TierTimeoutError(f"{self._client.location}: no time is left for a call")
             try:
                 return await self._once(
                     call, deadline_s, server, may_hang=may_hang, timeout_s=timeout_s
@@ -299,7 +311,8 @@ class Calls:
                 if not may_retry or not await self._pause(attempt, deadline_s):
                     raise
             except TierUnavailableError:
-                is_last = not may_retry or attempt >= self._settings.max_retries
+                failures += 1
+                is_last = not may_retry or failures > self._settings.max_retries
                 if (
                     is_last
                     or self._hangs.hangs_since(server, began_s)
@@ -332,9 +345,12 @@ class Calls:
             until_s = asyncio.get_running_loop().time() + self._settings.probe_timeout_s
             try:
                 await self.run(call, min(deadline_s, until_s), server=server, may_retry=False)
-            except TierError as error:
+            except TierUnavailableError as error:
                 drop_tracebacks(error)
                 failures[server] = self.fault_of(server, error)
+            except TierError as error:  # it responds, if only to ask for fewer calls
+                drop_tracebacks(error)
+                self._suspects.pop(server, None)
 
         suspects = [server for server in servers if server in self._suspects]
         await run_together(map(ask, suspects), "remote:check")
@@ -381,11 +397,10 @@ class Calls:
         location = self._client.location
         loop = asyncio.get_running_loop()
         began_s = loop.time()
-        seconds = max(0.0, min(timeout_s, deadline_s - began_s))
+        seconds = min(timeout_s, deadline_s - began_s)
         self.counters.requests += 1
         failure: TierError
         try:
-            # An expired deadline ends the call at its first step.
             async with asyncio.timeout(seconds) as timer:
                 is_observed = may_hang and seconds > self._settings.probe_timeout_s
                 observing = self._hangs.observing(server, timer) if is_observed else nullcontext()
@@ -429,7 +444,8 @@ class Calls:
 
     def _doubt(self, server: Server, *, has_timed_out: bool) -> None:
         pause_s = self._settings.call_timeout_s if has_timed_out and server is not None else 0.0
-        self._suspects[server] = asyncio.get_running_loop().time() + pause_s
+        until_s = asyncio.get_running_loop().time() + pause_s
+        self._suspects[server] = max(until_s, self._suspects.get(server, until_s))
 
     def _redacted_error(self, error: Exception) -> TierError:
         """Convert an error of the library, with secrets removed."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice, takewhile
 from typing import Final
 
-from kvoffload_async.errors import ShardUnavailableError, TierError
-from kvoffload_async.tiers.remote.calls import Calls, run_together
+from kvoffload_async.errors import ShardUnavailableError, TierError, TierTimeoutError
+from kvoffload_async.tiers.remote.calls import Calls, run_few
 from kvoffload_async.tiers.remote.client import RemoteClient, Server
 from kvoffload_async.types import OffloadKey
 
@@ -24,20 +24,24 @@ class ExpiringKeys:
     def __init__(self, lifetime_s: float) -> None:
         """Create an empty set; with a lifetime of 0, keys are not kept."""
         self._lifetime_s = lifetime_s
-        self._expiry: dict[OffloadKey, float] = {}
+        self._expiry: OrderedDict[OffloadKey, float] = OrderedDict()
 
     def add(self, keys: Iterable[OffloadKey], now_s: float) -> None:
-        """Add keys, or restart their lifetime; drop expired and surplus keys, the oldest first."""
+        """Add keys, or restart their lifetime; drop expired and surplus keys, the oldest first.
+
+        Drops at most two keys for each one added, so that no call takes long.
+        """
         if not self._lifetime_s:
             return
-        expiry_s = now_s + self._lifetime_s
+        expiry_of, expiry_s = self._expiry, now_s + self._lifetime_s
         for key in keys:
-            self._expiry.pop(key, None)
-            self._expiry[key] = expiry_s
-        outdated = sum(1 for _ in takewhile(lambda s: s <= now_s, self._expiry.values()))
-        surplus = max(outdated, len(self._expiry) - MOST_KEYS)
-        for key in list(islice(self._expiry, surplus)):
-            del self._expiry[key]
+            expiry_of[key] = expiry_s
+            expiry_of.move_to_end(key)
+            for _ in range(2):
+                oldest = next(iter(expiry_of))
+                if expiry_of[oldest] > now_s and len(expiry_of) <= MOST_KEYS:
+                    break
+                del expiry_of[oldest]
 
     def discard(self, keys: Iterable[OffloadKey]) -> None:
         """Remove keys."""
@@ -132,7 +136,7 @@ class ExistenceProber:
         """Return the keys that exist, from the cache or the server.
 
         Raises:
-            TierError: No server answered all of its requests.
+            TierError: No server answered all of its requests, and not only for lack of time.
         """
         remembered = {key: self._memory.get(key) for key in keys}
         present = {key for key, exists in remembered.items() if exists}
@@ -157,35 +161,33 @@ class ExistenceProber:
         absent, but counted.
 
         Raises:
-            TierError: No server answered all of its requests.
+            TierError: No server answered all of its requests, and not only for lack of time.
         """
         self._calls.counters.probed_keys += len(keys)
         step = _KEYS_A_CALL if self._client.answers_many else 1
         present: set[OffloadKey] = set()
         num_answered = 0
-        portions = [[keys[i] for i in portion] for portion in self._client.portions(keys, step)]
-        servers = [self._client.server_of(portion[0]) for portion in portions]
-        num_servers = len(set(servers))
+        portions = self._client.portions(keys, step)
+        num_servers = len({self._client.server_of(keys[portion[0]]) for portion in portions})
         errors: dict[Server, TierError] = {}
-        if num_servers > 1:  # leaves time to use the answers of servers that respond
+        if len(portions) > 1:  # leaves time to use the answers that have arrived
             now_s = asyncio.get_running_loop().time()
             deadline_s = now_s + _SHARE_OF_TIME * (deadline_s - now_s)
-        gate = asyncio.Semaphore(_CALLS_AT_ONCE)
         outdated: set[OffloadKey] = set()
 
-        async def ask(server: Server, portion: Sequence[OffloadKey]) -> None:
+        async def ask(portion: Sequence[OffloadKey]) -> None:
             nonlocal num_answered
-            async with gate:
-                if server in errors:
-                    return
-                call = partial(self._client.exist, portion)
-                try:
-                    if server is not None:
-                        await self._calls.check([server], deadline_s)
-                    found = await self._calls.run(call, deadline_s, server=server)
-                except TierError as error:
-                    errors.setdefault(server, self._calls.fault_of(server, error))
-                    return
+            server = self._client.server_of(portion[0])
+            if server in errors:
+                return
+            call = partial(self._client.exist, portion)
+            try:
+                if server is not None:
+                    await self._calls.check([server], deadline_s)
+                found = await self._calls.run(call, deadline_s, server=server)
+            except TierError as error:
+                errors.setdefault(server, self._calls.fault_of(server, error))
+                return
             num_answered += len(portion)
             found = found - outdated
             present.update(found)
@@ -194,12 +196,14 @@ class ExistenceProber:
 
         self._outdated.append(outdated)
         try:
-            await run_together(map(ask, servers, portions), "remote:question")
+            asking = (ask([keys[i] for i in portion]) for portion in portions)
+            await run_few(asking, min(_CALLS_AT_ONCE, len(portions)), "remote:question")
         finally:
             del self._outdated[[each is outdated for each in self._outdated].index(True)]
         self._calls.counters.unanswered_keys += len(keys) - num_answered
         try:
-            if errors and len(errors) == num_servers:
+            is_late = num_answered and all(isinstance(e, TierTimeoutError) for e in errors.values())
+            if errors and len(errors) == num_servers and not is_late:
                 raise next(iter(errors.values()))
         finally:
             errors.clear()  # avoid a reference cycle of exceptions and frame

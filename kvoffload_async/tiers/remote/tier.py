@@ -36,7 +36,7 @@ from kvoffload_async.errors import (
     TierTimeoutError,
     drop_tracebacks,
 )
-from kvoffload_async.tiers.remote.calls import Calls, InFlight, Together, run_together
+from kvoffload_async.tiers.remote.calls import Calls, InFlight, Together, run_few, run_together
 from kvoffload_async.tiers.remote.client import (
     Envelopes,
     Parts,
@@ -143,10 +143,12 @@ class Renewal:
         self._waiting.clear()
 
     async def _run(self) -> None:
-        self._failed_in_a_row = 0
         try:
-            await asyncio.sleep(self._pause_s)
-            await run_together((self._work() for _ in range(self._calls_at_once)), "remote:renewal")
+            while self._waiting:  # also for those that came while the last workers ended
+                self._failed_in_a_row = 0
+                await asyncio.sleep(self._pause_s)
+                workers = (self._work() for _ in range(self._calls_at_once))
+                await run_together(workers, "remote:renewal")
         finally:
             self._task = None
 
@@ -156,7 +158,12 @@ class Renewal:
             keys = tuple(islice(self._waiting, self._blocks_a_call))
             for key in keys:
                 del self._waiting[key]
-            if await self._call(keys):
+            try:
+                is_renewed = await self._call(keys)
+            except asyncio.CancelledError:
+                self.dropped += len(keys)
+                raise
+            if is_renewed:
                 self._failed_in_a_row = 0
                 self.renewed += len(keys)
                 self.written(keys)
@@ -321,22 +328,21 @@ class RemoteTier(AsyncTier):
         if self._renewal is not None:
             await self._renewal.forget(keys)
         failures: dict[int, TierError] = {}
-        gate = asyncio.Semaphore(_CALLS_AT_ONCE)
 
         async def remove(portion: Portion) -> None:
             some = [keys[i] for i in portion]
             server = self._client.server_of(some[0])
-            async with gate:
-                try:
-                    call = partial(self._client.remove, some)
-                    await self._calls.run(call, deadline_s, server=server)
-                except TierError as error:
-                    failures.update(dict.fromkeys(portion, self._calls.fault_of(server, error)))
-                else:
-                    self._questions.deleted(some)
+            try:
+                call = partial(self._client.remove, some)
+                await self._calls.run(call, deadline_s, server=server)
+            except TierError as error:
+                failures.update(dict.fromkeys(portion, self._calls.fault_of(server, error)))
+            else:
+                self._questions.deleted(some)
 
         step = _BLOCKS_A_CALL if self._client.answers_many else 1
-        await run_together(map(remove, self._client.portions(keys, step)), "remote:delete")
+        portions = self._client.portions(keys, step)
+        await run_few(map(remove, portions), min(_CALLS_AT_ONCE, len(portions)), "remote:delete")
         return failures
 
     async def list_keys(

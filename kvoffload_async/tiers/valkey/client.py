@@ -138,13 +138,18 @@ class ValkeyClient(RemoteClient):
             for key, target in zip(keys, targets, strict=True)
         ]
         replies = await self._nodes.run(self._node_of_all(keys), commands, targets)
-        sizes = [_size_of(reply) for reply in replies]
+        errors = {key: r for key, r in zip(keys, replies, strict=True) if _is_failure(r)}
+        if len(errors) == len(keys):
+            _raise_first(replies)
+        sizes = [0 if key in errors else _size_of(r) for key, r in zip(keys, replies, strict=True)]
         # The size is 0 for absent keys, empty strings and other types.
-        empty = [key for key, size in zip(keys, sizes, strict=True) if not size]
+        empty = [k for k, size in zip(keys, sizes, strict=True) if not size and k not in errors]
         present = await self.exist(empty) if empty else frozenset()
         self._saw([key for key, size in zip(keys, sizes, strict=True) if size])
         return [
-            Value(None, _WHOLE if size < target.capacity else str(size - 1))
+            self.mapped(errors[key])
+            if key in errors
+            else Value(None, _WHOLE if size < target.capacity else str(size - 1))
             if size or key in present
             else None
             for key, target, size in zip(keys, targets, sizes, strict=True)
@@ -273,11 +278,9 @@ def _raise_first(replies: Sequence[Any]) -> None:
 
 
 def _size_of(reply: object) -> int:
-    """Return the size of a value that was read; 0 if there is none. Raises other errors."""
+    """Return the size of a value that was read; 0 if the key has a value of another type."""
     if isinstance(reply, Exception):
-        if _is_wrong_type(reply):
-            return 0
-        raise reply
+        return 0
     if not isinstance(reply, int):
         raise ReplyError("a value was not answered with a string")
     return reply
@@ -285,10 +288,12 @@ def _size_of(reply: object) -> int:
 
 def _label_of(reply: object) -> bytes:
     """Return the label in a reply; empty if it is not a valid label. Raises other errors."""
-    if isinstance(reply, Exception) and not _is_wrong_type(reply):
+    if isinstance(reply, Exception) and _is_failure(reply):
         raise reply
     return reply if isinstance(reply, bytes) and len(reply) == _LABEL_BYTES else b""
 
 
-def _is_wrong_type(error: Exception) -> bool:
-    return isinstance(error, ServerError) and error.code == "WRONGTYPE"
+def _is_failure(reply: object) -> bool:
+    """Return whether a reply is an error other than that the key has a value of another type."""
+    is_other_type = isinstance(reply, ServerError) and reply.code == "WRONGTYPE"
+    return isinstance(reply, Exception) and not is_other_type

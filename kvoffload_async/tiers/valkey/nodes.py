@@ -8,9 +8,9 @@ from binascii import crc_hqx
 from collections.abc import Sequence
 from typing import Any, Final
 
-from kvoffload_async.errors import CallTimeoutError, TierUnavailableError
+from kvoffload_async.errors import CallTimeoutError, TierError, TierUnavailableError
 from kvoffload_async.tiers.remote.client import Target
-from kvoffload_async.tiers.remote.lookups import Lookups
+from kvoffload_async.tiers.remote.lookups import LookUpError, Lookups
 from kvoffload_async.tiers.valkey.address import Login, Route, ValkeySettings
 from kvoffload_async.tiers.valkey.connection import Command, Connection
 from kvoffload_async.tiers.valkey.replies import ReplyError, ServerError
@@ -32,7 +32,7 @@ another server."""
 _MOST_NAMES: Final = 1024
 _LIBRARY_NAME: Final = "kvoffload-async"
 """Shown by `CLIENT LIST`."""
-_FAULTS: Final = (ServerError, ReplyError, OSError)
+_FAULTS: Final = (ServerError, ReplyError, OSError, LookUpError, TierError)
 """Errors of a node, which do not concern others."""
 
 

@@ -4,6 +4,7 @@ import asyncio
 import threading
 
 import pytest
+from obstore.exceptions import GenericError
 from remote.object.test_hostile_server import environment, s3_at  # noqa: F401 - a fixture
 from remote.object.tiers import BLOCK_BYTES, QUICK, K, tier_on
 from servers.scripted_http import ScriptedServer
@@ -126,6 +127,31 @@ def test_a_list_slower_than_a_call_may_be_delays_no_opening_and_goes_on(status, 
             assert listed.wait(20.0)
             harness.run(asyncio.wait({first}))
     assert caplog.text.count("a list request has failed") == (status != 200)
+
+
+def test_a_list_that_fails_is_warned_of_once_however_often_the_tier_is_opened(caplog):
+    fails = threading.Event()
+
+    def answer(request):
+        if "list-type" in request.path:
+            fails.wait(20.0)
+        request.reply(500)
+
+    async def connect():
+        client = ObjectClient(s3_at(server).open(), NAMESPACE, {}, patience_s=0.05)
+        for _ in range(2):
+            for _ in range(3):
+                with pytest.raises(GenericError):
+                    await client.connect()
+            fails.set()
+            await asyncio.wait({client._listing})
+            fails.clear()
+        await client.close()
+
+    with ScriptedServer(answer) as server:
+        asyncio.run(connect())
+        fails.set()
+    assert caplog.text.count("a list request has failed") == 1
 
 
 @pytest.mark.parametrize("status", [409, 412])
