@@ -112,7 +112,7 @@ class _Deleting(CacheOperation):
     @property
     def report(self) -> CacheReport:
         deletion, number = self._deletion, len(self._deletion.keys)
-        here = len(deletion.in_use) + number - deletion.num_taken
+        here = deletion.in_use + number - deletion.num_taken
         left = {name: here if i is None else deletion.left[i] for name, i in self._places.items()}
         return CacheReport(
             operation="delete",
