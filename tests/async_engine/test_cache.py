@@ -180,6 +180,21 @@ async def test_pins_are_bounded_and_end_by_unpin_deletion_and_reset():
 
 
 @on_loop
+async def test_an_operation_that_a_single_step_ends_returns_at_once():
+    async with opened(tiers=[]) as world:
+        cache = world.engine.cache
+        for operation in (
+            cache.count(hashes("a"), ["primary"], FAR_S),
+            cache.delete(hashes("a"), ["primary"], FAR_S),
+            cache.list_keys("primary", None, FAR_S),
+        ):
+            managing = asyncio.create_task(operation)
+            await turns()
+            assert managing.done(), "it waits for nobody"
+            assert (await managing).is_complete
+
+
+@on_loop
 async def test_a_reset_reaches_the_tiers_that_it_names():
     async with opened(tiers=[SCRIPTED, SCRIPTED]) as world:
         await world.put("ab")
