@@ -122,6 +122,8 @@ def test_every_action_can_be_commanded(world):
         ({"do": "hash", "tokens": [1 << 32]}, "tokens: one is not valid"),
         ({"do": "hash", "tokens": [True]}, "tokens: one is not valid"),
         ({"do": "hash", "tokens": [1], "parent": "xy"}, "hashes: one is not valid"),
+        ({"do": "hash", "tokens": [1], "parent": "key:ab"}, "hashes: one is not valid"),
+        ({"do": "delete", "hashes": ["ab"], "groups": []}, "groups: [] is not valid"),
         ({"do": "hash", "tokens": [1], "lora": ["name"]}, "lora: ['name'] is not valid"),
         ({"do": "hash", "tokens": [1]}, "only the engine's host can hash them"),
         ({"do": "delete", "tokens": [1]}, "tokens: 1; give at most 4096, to be hashed"),
