@@ -210,6 +210,29 @@ async def test_a_reset_reaches_the_tiers_that_it_names():
 
 
 @on_loop
+async def test_what_is_stored_while_a_reset_waits_is_not_in_the_tiers_that_it_names():
+    async with opened(tiers=[SCRIPTED]) as world:
+        await world.put("ab")
+        (tier,) = world.tiers
+        async with world.engine.request("r", hashes("ab")) as request:
+            await world.engine.lookup(request)
+            loading = asyncio.create_task(world.engine.load(request, [8, 9], FAR_S))
+            await turns()
+            resetting = asyncio.create_task(world.engine.reset(FAR_S, ["scripted"]))
+            for number in range(12):
+                world.engine.cache.unpin([])  # makes a step
+                await turns()
+                tier.finish_all()
+                if number == 8:
+                    world.core.cascades.defer(0, [key("a"), key("ab")])  # such as reused ones
+            await world.during(loading)
+        report = await world.during(resetting)
+        assert report.is_complete
+        assert not tier.blocks
+        await world.check_rest()
+
+
+@on_loop
 async def test_bad_arguments_are_refused_before_anything_is_deleted():
     async with opened(tiers=[SCRIPTED]) as world:
         await world.put("ab")
