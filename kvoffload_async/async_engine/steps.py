@@ -202,7 +202,8 @@ class Steps:
             self.waiters.wake_all()
             self._tell_readers()
             raise
-        if has_progress or has_events or counters.job_results != results_before:
+        has_ended = any(operation.is_done for operation in driver.cache.running)
+        if has_progress or has_events or has_ended or counters.job_results != results_before:
             is_wanted = bool(self.waiters.for_room)
             self.waiters.progressed(has_room=is_wanted and driver.planner.primary.room > 0)
 

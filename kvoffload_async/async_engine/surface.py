@@ -603,7 +603,9 @@ class OffloadEngine:
         planner.promotions_paused = True
         try:
             if not await self._transfers.running.quiesce(deadline_s - self._loop.time()):
-                raise TimeoutError("a copy to or from the device still runs: nothing was reset")
+                raise TimeoutError(
+                    "a copy to or from the device still runs: the primary was not reset"
+                )
             self._steps.schedule()
             while planner.jobs and self._loop.time() < deadline_s:
                 await self._steps.next_progress(deadline_s)

@@ -97,16 +97,16 @@ def cache(
     with errors_as_one_line():
         if action not in ACTIONS:
             raise InputError(f"{action}: expected {', '.join(ACTIONS)}")
-        prompt = {"cache_salt": salt, "lora": lora}
-        parts = _parts(
-            str(socket), hashes or (), tokens, prompt, groups=group or [], timeout_s=timeout
-        )
-        if any(some for _, some in parts) is not (action in _OF_BLOCKS):
+        if bool(hashes or tokens) is not (action in _OF_BLOCKS):
             raise InputError(
                 f"{action}: needs block hashes, or --tokens"
                 if action in _OF_BLOCKS
                 else f"{action}: takes no block hashes"
             )
+        prompt = {"cache_salt": salt, "lora": lora}
+        parts = _parts(
+            str(socket), hashes or (), tokens, prompt, groups=group or [], timeout_s=timeout
+        )
         request: dict[str, Any] = {"do": action}
         if place:
             request["places"] = place

@@ -47,7 +47,7 @@ class Deletion:
         keys: The keys, without duplicates.
         in_primary: Whether the blocks are deleted from the primary too.
         left: Tier index -> number of keys that the tier has not confirmed yet.
-        in_use: Keys of blocks in the primary that copies or pins still use.
+        in_use: Number of blocks in the primary that copies or pins still use.
         removed: Number of blocks removed from the primary.
         errors: Tier index -> error of the tier's last call, until one succeeds.
         is_done: Whether all blocks are gone, or the rest of them is given up.
@@ -60,7 +60,7 @@ class Deletion:
         self.keys = frozenset(keys)
         self.in_primary = in_primary
         self.left = dict.fromkeys(tiers, len(self.keys))
-        self.in_use: deque[OffloadKey] = deque()
+        self.in_use = 0
         self.removed = 0
         self.errors: dict[int, Exception] = {}
         self.is_done = False
@@ -116,6 +116,12 @@ class Deletions:
         self._pins = pins
         self._queues = [_TierQueue() for _ in tiers]
         self._now_s = 0.0
+        self._in_use: deque[tuple[Deletion, OffloadKey]] = deque()
+        """Blocks in the primary that were in use when they were last tried."""
+        self._num_again = 0
+        """Number of blocks at the head of `_in_use` to try again, since `room_made` has grown."""
+        self._room_made = 0
+        """`Primary.room_made` when blocks were last tried."""
 
     @property
     def has_work(self) -> bool:
@@ -155,17 +161,24 @@ class Deletions:
         """
         self._now_s = now_s
         holders = [request for request in requests if request.ticket]
-        num_keys, again = KEYS_A_STEP, KEYS_A_STEP
-        for deletion in self.running:
-            num_again = min(again, len(deletion.in_use))
-            again -= num_again
-            retried = [deletion.in_use.popleft() for _ in range(num_again)]
+        if self._room_made != self._primary.room_made:
+            self._num_again = len(self._in_use)
+        again: dict[Deletion, list[OffloadKey]] = {}
+        for _ in range(min(KEYS_A_STEP, self._num_again)):
+            deletion, key = self._in_use.popleft()
+            deletion.in_use -= 1
+            self._num_again -= 1
+            again.setdefault(deletion, []).append(key)
+        for deletion, retried in again.items():
             self._delete_here(deletion, retried, holders)
+        num_keys = KEYS_A_STEP
+        for deletion in self.running:
             keys = deletion.take(num_keys)
             num_keys -= len(keys)
             self._delete_here(deletion, keys, holders)
             for index in deletion.left if keys else ():
                 self._queues[index].waiting.append((deletion, keys))
+        self._room_made = self._primary.room_made
         for index in range(len(self._tiers)):
             self._call(index)
         for deletion in [each for each in self.running if self._is_gone(each)]:
@@ -173,6 +186,8 @@ class Deletions:
 
     def wakes_in_s(self, now_s: float) -> float:
         """Return the seconds until a step can continue a deletion; inf if none can."""
+        if self._in_use and (self._num_again or self._room_made != self._primary.room_made):
+            return 0.0
         if any(each.has_rest or self._is_gone(each) for each in self.running):
             return 0.0
         pauses = [
@@ -186,6 +201,7 @@ class Deletions:
         """Give up what is left of all deletions."""
         for queue in self._queues:
             queue.waiting.clear()
+        self._in_use.clear()
         for deletion in tuple(self.running):
             self._end(deletion)
 
@@ -219,7 +235,8 @@ class Deletions:
         self._pins.unpin(keys)
         removed, in_use = self._primary.delete(keys)
         deletion.removed += removed
-        deletion.in_use.extend(in_use)
+        deletion.in_use += len(in_use)
+        self._in_use.extend((deletion, key) for key in in_use)
 
     def _call(self, index: int) -> None:
         """Begin calls of a tier for the keys that wait, unless it is paused or not open."""

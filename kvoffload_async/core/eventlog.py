@@ -107,8 +107,9 @@ class EventLog:
         holds_removals = enabled and announces_removals and not remembers
         self._unread_stores = KeyMap() if holds_removals else None
         """Block -> number of its `STORED` in `entries`; None if no removal is held back."""
-        self._held: set[OffloadKey] = set()
+        self._held = KeyMap()
         """Blocks whose removal was taken and is not returned before their next event."""
+        self._num_held = 0
         self.is_behind = False
         self._sequence = 0
 
@@ -219,12 +220,14 @@ class EventLog:
         waits, held = self.will_announce, self._held
         if change is Change.REMOVED:
             if self.is_behind and self._unread_stores is not None:
-                held.update(compress(keys, self._unread_stores.find(keys)))
-                keys = [key for key in keys if key not in held] if held else keys
-        elif held:
+                unread = self._unread_stores.find(keys)
+                if any(unread):
+                    self._num_held += len(held.change(compress(keys, unread), 1))
+                    keys = [key for key, stores in zip(keys, unread, strict=True) if not stores]
+        elif self._num_held:
             is_stored = change is Change.STORED
-            due = [key for key in keys if key in held and (is_stored or not waits(key))]
-            held.difference_update(due)
+            due = held.discard_present(key for key in keys if is_stored or not waits(key))
+            self._num_held -= len(due)
             yield _Entry(due, Change.REMOVED)
         if change is Change.RELEASED:
             keys = [key for key in keys if not (is_allocated(key) or waits(key))]

@@ -112,7 +112,7 @@ class _Deleting(CacheOperation):
     @property
     def report(self) -> CacheReport:
         deletion, number = self._deletion, len(self._deletion.keys)
-        here = len(deletion.in_use) + number - deletion.num_taken
+        here = deletion.in_use + number - deletion.num_taken
         left = {name: here if i is None else deletion.left[i] for name, i in self._places.items()}
         return CacheReport(
             operation="delete",
@@ -453,7 +453,10 @@ class _Copying(CacheOperation):
 
 
 class _Clearing(CacheOperation):
-    """Deletes all blocks of tiers, which are not used meanwhile."""
+    """Deletes all blocks of tiers, which are not used meanwhile, once no reset is under way.
+
+    The primary's blocks that are pending for a tier could otherwise follow before the reset.
+    """
 
     def __init__(self, planner: Planner, places: Mapping[str, int], until_s: float) -> None:
         self._planner = planner
@@ -479,6 +482,8 @@ class _Clearing(CacheOperation):
 
     @property
     def has_work(self) -> bool:
+        if self._planner.promotions_paused:
+            return False
         return any(part.has_work for part in self._parts.values())
 
     def advance(self) -> None:
@@ -487,7 +492,7 @@ class _Clearing(CacheOperation):
                 part.give_up()
         for name, part in self._parts.items():
             part.tier.is_clearing = not part.is_done
-            if part.has_work:
+            if part.has_work and not self._planner.promotions_paused:
                 index = [self._indices[name]]
                 part.advance(partial(self._planner.delete, tiers=index, in_primary=False))
 

@@ -280,14 +280,14 @@ def _defect_of(request: object) -> str:
     hashes, groups = request.get("hashes", ()), request.get("groups", (0,))
     if max(len(hashes), len(groups), len(hashes) * len(groups)) > MOST_HASHES:
         return f"hashes: {len(hashes)} for {len(groups)} groups; give at most {MOST_HASHES}"
-    if not all(type(group) is int and 0 <= group < 1 << 31 for group in groups):
+    if not (groups and all(type(group) is int and 0 <= group < 1 << 31 for group in groups)):
         return f"groups: {groups!r} is not valid; give numbers of KV-cache groups"
     places = request.get("places", ())
     if len(places) > _MOST_PLACES or not all(isinstance(place, str) for place in places):
         return f"places: it is not valid; give at most {_MOST_PLACES} names"
     try:
-        named = (*hashes, request.get("parent", "00"))
-        is_empty = not all(bytes.fromhex(one.removeprefix(KEY_PREFIX)) for one in named)
+        named = (*(one.removeprefix(KEY_PREFIX) for one in hashes), request.get("parent", "00"))
+        is_empty = not all(map(bytes.fromhex, named))
     except (AttributeError, ValueError):
         is_empty = True
     wrong = "hashes: one is not valid; give hexadecimal digits"

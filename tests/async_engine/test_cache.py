@@ -180,6 +180,21 @@ async def test_pins_are_bounded_and_end_by_unpin_deletion_and_reset():
 
 
 @on_loop
+async def test_an_operation_that_a_single_step_ends_returns_at_once():
+    async with opened(tiers=[]) as world:
+        cache = world.engine.cache
+        for operation in (
+            cache.count(hashes("a"), ["primary"], FAR_S),
+            cache.delete(hashes("a"), ["primary"], FAR_S),
+            cache.list_keys("primary", None, FAR_S),
+        ):
+            managing = asyncio.create_task(operation)
+            await turns()
+            assert managing.done(), "it waits for nobody"
+            assert (await managing).is_complete
+
+
+@on_loop
 async def test_a_reset_reaches_the_tiers_that_it_names():
     async with opened(tiers=[SCRIPTED, SCRIPTED]) as world:
         await world.put("ab")
@@ -191,6 +206,29 @@ async def test_a_reset_reaches_the_tiers_that_it_names():
         report = await world.during(world.engine.reset(tiers=["scripted"]))
         assert report.is_complete
         assert [len(tier.blocks) for tier in world.tiers] == [0, 2]
+        await world.check_rest()
+
+
+@on_loop
+async def test_what_is_stored_while_a_reset_waits_is_not_in_the_tiers_that_it_names():
+    async with opened(tiers=[SCRIPTED]) as world:
+        await world.put("ab")
+        (tier,) = world.tiers
+        async with world.engine.request("r", hashes("ab")) as request:
+            await world.engine.lookup(request)
+            loading = asyncio.create_task(world.engine.load(request, [8, 9], FAR_S))
+            await turns()
+            resetting = asyncio.create_task(world.engine.reset(FAR_S, ["scripted"]))
+            for number in range(12):
+                world.engine.cache.unpin([])  # makes a step
+                await turns()
+                tier.finish_all()
+                if number == 8:
+                    world.core.cascades.defer(0, [key("a"), key("ab")])  # such as reused ones
+            await world.during(loading)
+        report = await world.during(resetting)
+        assert report.is_complete
+        assert not tier.blocks
         await world.check_rest()
 
 

@@ -119,7 +119,7 @@ async def test_a_copy_that_has_not_ended_at_the_deadline_forbids_the_reset():
             with pytest.raises(TimeoutError):
                 await behind
             await jump()
-            with pytest.raises(TimeoutError, match="nothing was reset"):
+            with pytest.raises(TimeoutError, match="primary was not reset"):
                 await resetting
             assert world.counts == {"free": 6, "pinned": 2}
             assert await world.during(loading) == 2

@@ -364,3 +364,40 @@ def test_only_an_exact_index_lists_its_keys(kind):
     assert set(index.following(None, 10)) == (set(ks("ab")) if index.is_exact else set())
     index.deleted(ks("a"))
     world.wind_down()
+
+
+def test_a_large_load_that_ends_lets_a_deletion_end_without_further_events():
+    names = list(range(2 * KEYS_A_STEP + 1))
+    world, ctx = stored(names, num_slots=len(names), tiers=0)
+    world.lookups(ctx, names)
+    world.load(ctx, names)
+    deletion = world.delete(names)
+    for _ in range(8):  # takes all, and tries each again once
+        world.step()
+    assert not world.planner.has_pending_work, "it waits for the load"
+    world.loaded()
+    for _ in range(3):
+        world.step()
+        assert world.planner.has_pending_work is not deletion.is_done
+    assert deletion.is_done
+    world.wind_down()
+
+
+def test_a_deletion_whose_blocks_stay_in_use_does_not_delay_another():
+    names = list(range(KEYS_A_STEP + 1))
+    world, ctx = stored([*names, "x"], num_slots=len(names) + 1, tiers=0)
+    for some in (names, "x"):
+        world.lookups(ctx, some)
+        world.load(ctx, some)
+        world.step()
+    world.delete(names)
+    other = world.delete("x")
+    for _ in range(4):
+        world.step()
+    world.loaded(world.reads[1])
+    while world.planner.has_pending_work:
+        world.step()
+    assert other.is_done
+    assert len(world.planner.deletions.running) == 1
+    world.loaded()
+    world.wind_down()

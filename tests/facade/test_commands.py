@@ -122,6 +122,8 @@ def test_every_action_can_be_commanded(world):
         ({"do": "hash", "tokens": [1 << 32]}, "tokens: one is not valid"),
         ({"do": "hash", "tokens": [True]}, "tokens: one is not valid"),
         ({"do": "hash", "tokens": [1], "parent": "xy"}, "hashes: one is not valid"),
+        ({"do": "hash", "tokens": [1], "parent": "key:ab"}, "hashes: one is not valid"),
+        ({"do": "delete", "hashes": ["ab"], "groups": []}, "groups: [] is not valid"),
         ({"do": "hash", "tokens": [1], "lora": ["name"]}, "lora: ['name'] is not valid"),
         ({"do": "hash", "tokens": [1]}, "only the engine's host can hash them"),
         ({"do": "delete", "tokens": [1]}, "tokens: 1; give at most 4096, to be hashed"),
@@ -305,12 +307,13 @@ def test_the_command_line_manages_an_idle_engine(path):
                 (["count", "-", "--place", "example", "--json"], "\n".join(n.hex() for n in names)),
                 (["clear", "--place", "example"], None),
                 (["list", "--place", "example"], None),
+                (["delete", "-"], ""),
             ]:
                 call = asyncio.to_thread(run, "cache", path, *arguments, text=text)
                 results.append(await call)
             return results
 
-    counted, deleted, listed, again, cleared, empty = asyncio.run(manage())
+    counted, deleted, listed, again, cleared, empty, none = asyncio.run(manage())
     assert [result.exit_code for result in (counted, deleted, listed, again, cleared)] == [0] * 5
     assert counted.stdout.split("\n")[3].split()[1] == "primary"
     assert json.loads(deleted.stdout)["done"] == {"primary": 1, "example": 1}
@@ -318,6 +321,7 @@ def test_the_command_line_manages_an_idle_engine(path):
     assert json.loads(again.stdout)["done"] == {"example": 2}
     assert "5" in cleared.stdout
     assert not empty.stdout.strip()
+    assert none.exit_code == 0, "what a listing has piped into it may be nothing"
 
 
 @pytest.mark.parametrize(
