@@ -100,8 +100,8 @@ class SharedLinkClient(LinkClient):
 class Host:
     """A tier over a link, under its actor, with memory for ten prompts."""
 
-    def __init__(self, client, **options):
-        self.client, self.runner = client, VirtualRunner()
+    def __init__(self, client, *, runner=None, **options):
+        self.client, self.runner, self._owns_runner = client, runner or VirtualRunner(), not runner
         self.buffer = PrimaryBuffer(MOST_PROMPTS * PROMPT, SLOT_BYTES)
         self.events = []
         settings = RemoteSettings(**(OPTIONS | options))
@@ -126,7 +126,8 @@ class Host:
 
     def __exit__(self, *_):
         self.runner.run(self.actor.close(1.0), 10.0)
-        self.runner.close()
+        if self._owns_runner:
+            self.runner.close()
 
     def start(self, keys, place=0, *, is_promotion=True):
         """Start a job on the slots of one of the ten prompts."""
