@@ -540,11 +540,13 @@ class Host:
                 (
                     self._letters(sorted(each.keys)),
                     each.has_rest,
-                    self._letters(sorted(each.in_use)),
+                    each.in_use,
                     tuple(each.left.values()),
                 )
                 for each in deletions.running
             ),
+            tuple(self._letters([key]) for _, key in deletions._in_use),
+            deletions._num_again,
             tuple(
                 tuple(self._letters(keys) for _, keys in queue.waiting)
                 for queue in deletions._queues
