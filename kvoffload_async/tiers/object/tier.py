@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Final, Self, cast
 from urllib.parse import parse_qs, urlsplit
 
 from kvoffload_async.abc.maintenance import StoreMaintenance
@@ -20,11 +20,20 @@ from kvoffload_async.config import (
     or_none,
     parse_bool,
     parse_file,
+    parse_size_bytes,
     parse_url,
     shown,
 )
-from kvoffload_async.errors import ConfigError, CorruptBlockError, TierFullError, Trouble
+from kvoffload_async.errors import (
+    ConfigError,
+    CorruptBlockError,
+    TierError,
+    TierFullError,
+    Trouble,
+)
+from kvoffload_async.tiers.object.bound import BoundKeeper
 from kvoffload_async.tiers.object.endpoints import variables_of
+from kvoffload_async.tiers.object.quota import MOST_BLOCKS
 from kvoffload_async.tiers.remote.client import RemoteClient
 from kvoffload_async.tiers.remote.lookups import Lookups
 from kvoffload_async.tiers.remote.settings import (
@@ -35,8 +44,8 @@ from kvoffload_async.tiers.remote.settings import (
     ReplaceableFile,
     read_file,
 )
-from kvoffload_async.tiers.remote.tier import RemoteTier
-from kvoffload_async.types import OffloadKey
+from kvoffload_async.tiers.remote.tier import Portion, RemoteTier
+from kvoffload_async.types import JobMetadata, OffloadKey
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +131,10 @@ class ObjectOptions(RemoteSettings):
     ca_file: str | None = option(or_none(parse_file), None, key="tls_ca_file")
     """Absolute path of certificates that verify the server, in addition to the system's. Read
     again when the server has refused the tier."""
+    capacity_bytes: int | None = option(or_none(parse_size_bytes), None)
+    """Maximum bytes of the blocks of this layout in the bucket, such as "2TiB"; the hosts delete
+    the blocks that were not used for longest. Give all hosts the same, or the smallest holds. None:
+    the tier deletes nothing."""
     connections: int = option(at_least(1, MAX_CONNECTIONS), 256)
     """Maximum number of concurrent calls with payload, in each direction; each has one block.
     Connections are opened when needed."""
@@ -131,7 +144,24 @@ class ObjectOptions(RemoteSettings):
         settings = super().of(options, identity)
         given = [settings.store_options or {}, *map(variables_of, ("s3:", "gs:", "az:"))]
         secrets = [secret for some in given for secret in _secrets(some)]
+        settings.check_capacity(identity.block_bytes)
         return replace(settings, redact=Redactor(secrets))
+
+    def check_capacity(self, object_bytes: int) -> None:
+        """Check that an object fits, and that its bytes, if known, are not too few to count all."""
+        capacity_bytes = self.capacity_bytes
+        if capacity_bytes is None or not object_bytes:
+            return
+        if capacity_bytes < object_bytes:
+            raise ConfigError(
+                f"capacity_bytes: {capacity_bytes} cannot hold one block of {object_bytes} bytes; "
+                "give at least that for each host"
+            )
+        if capacity_bytes // object_bytes > MOST_BLOCKS:
+            raise ConfigError(
+                f"capacity_bytes: {capacity_bytes} allows more than {MOST_BLOCKS} blocks of "
+                f"{object_bytes} bytes; reduce it, or raise blocks_per_chunk"
+            )
 
     def locations(self, identity: KVIdentity) -> list[TierLocation]:
         if self.url.startswith("file:"):  # opening it creates its directory
@@ -230,8 +260,8 @@ async def bisect_prefixes(
 class ObjectTier(RemoteTier):
     """Blocks as objects in S3, Google Cloud Storage or Azure, shared by all hosts that use it.
 
-    Credentials that are not configured come from the environment or from the machine's role. Only a
-    lifecycle rule of the bucket limits its size; see docs/howto/object.md.
+    Credentials that are not configured come from the environment or from the machine's role.
+    `capacity_bytes` or a lifecycle rule of the bucket limits its size; see docs/howto/object.md.
     """
 
     declares = ObjectOptions
@@ -239,8 +269,8 @@ class ObjectTier(RemoteTier):
     remedies: ClassVar = {
         **REMEDIES,
         CorruptBlockError: "not served; if this recurs, check the store: kvoffload store verify",
-        TierFullError: "no blocks are stored until there is space: raise the quota of the bucket, "
-        "or let a lifecycle rule delete old objects",
+        TierFullError: "no blocks are stored until there is space: raise capacity_bytes or the "
+        "quota of the bucket, or let a lifecycle rule delete old objects",
         Trouble.TOO_SLOW: "raise cpu_bytes_to_use, set write_back to wait, or make the tier "
         "faster: make blocks larger, or raise connections",
     }
@@ -253,6 +283,7 @@ class ObjectTier(RemoteTier):
         super().__init__(settings, settings.url)
         self._description: Mapping[str, Any] = {}
         self._store: Any = None  # the library's, whose module is an extra
+        self._keeper: BoundKeeper | None = None
 
     @classmethod
     def maintenance(cls) -> type[StoreMaintenance]:
@@ -269,6 +300,63 @@ class ObjectTier(RemoteTier):
         self._store = await env.io.run(Direction.METADATA, self._settings.open)
         self._description = asdict(replace(env.identity, generation=None))
         await super().open(env)
+        if self._settings.capacity_bytes is not None:
+            await self._keep_within(self._settings.capacity_bytes, env)
+
+    async def _keep_within(self, capacity_bytes: int, env: TierEnvironment) -> None:
+        settings, client = self._settings, cast("Any", self._client)
+        settings.check_capacity(env.identity.block_bytes or self._envelopes.block_bytes)
+
+        async def call(request: Callable[[], Awaitable[Any]]) -> Any:  # noqa: ANN401 - of any call
+            timeout_s = settings.job_timeout_s
+            return await self._calls.run(request, self._deadline(timeout_s), timeout_s=timeout_s)
+
+        def deleted(keys: Sequence[OffloadKey]) -> None:
+            self._questions.deleted(keys)
+            env.blocks_evicted(keys)
+
+        self._keeper = BoundKeeper(
+            client,
+            call,
+            partial(env.io.run, Direction.METADATA),
+            capacity_bytes=capacity_bytes,
+            size_of=self._envelopes.value_bytes,
+            deleted=deleted,
+        )
+        self._on_close.push_async_callback(self._keeper.close)
+        await self._keeper.start(settings.call_timeout_s / 2)
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        super().touch(keys)
+        if self._keeper is not None:
+            self._keeper.account.used(keys)
+
+    def gauges(self) -> Mapping[str, float]:
+        """As those of `RemoteTier`, with those of `capacity_bytes`."""
+        return {**super().gauges(), **({} if self._keeper is None else self._keeper.gauges())}
+
+    async def _store_portion(
+        self, job: JobMetadata, portion: Portion, deadline_s: float
+    ) -> dict[int, TierError]:
+        """Decline blocks that would exceed `capacity_bytes`, and store the others."""
+        if self._keeper is None:
+            return await super()._store_portion(job, portion, deadline_s)
+        account = self._keeper.account
+        sizes = {i: self._envelopes.value_bytes(job.keys[i]) for i in portion}
+        admitted = [i for i in portion if account.admits(sizes[i])]
+        text = f"{self._location}: declined, as capacity_bytes has no room yet"
+        failures: dict[int, TierError] = {
+            i: TierFullError(text) for i in portion if i not in admitted
+        }
+        written: Collection[int] = ()
+        try:
+            if admitted:
+                failures |= await super()._store_portion(job, admitted, deadline_s)
+            written = frozenset(admitted) - failures.keys()
+        finally:
+            for i in admitted:
+                account.ended(job.keys[i], sizes[i], is_written=i in written)
+        return failures
 
     async def longest_prefixes(self, chains: Sequence[Sequence[OffloadKey]]) -> Sequence[int]:
         """Return the number of keys at the head of each chain that probably are stored.

@@ -301,9 +301,7 @@ class RemoteTier(AsyncTier):
             TierUnavailableError: The server failed recently, and still does not respond.
         """
         failures = await self._run_job(job, self._loads, self._load_portion)
-        if self._renewal is not None:
-            loaded = (key for i, key in enumerate(job.keys) if i not in failures)
-            self._renewal.used(loaded)
+        self.touch([key for i, key in enumerate(job.keys) if i not in failures])
         return failures
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:

@@ -1,0 +1,317 @@
+"""Keeps a namespace within `capacity_bytes`, together with its other hosts; see `quota.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from itertools import islice
+from typing import Any, Final, Protocol, TypeVar
+
+from kvoffload_async.error_log import LogRate
+from kvoffload_async.errors import TierError, drop_tracebacks
+from kvoffload_async.tiers.object.quota import (
+    FRESH_PERIODS,
+    HOST_BYTES,
+    RECORDS_A_HOST,
+    Account,
+    Leader,
+    Listed,
+    Record,
+    Word,
+    elected,
+    fresh_hosts,
+)
+from kvoffload_async.tiers.remote.calls import run_together
+from kvoffload_async.types import OffloadKey
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+PERIOD_S: Final = 10.0
+AT_ONCE: Final = 64
+"""Deletions, or records read, at once."""
+_WORD: Final = "word"
+_NAME: Final = re.compile(rf"([0-9a-f]{{{2 * HOST_BYTES}}})-[0-{RECORDS_A_HOST - 1}]")
+_PAGE_BLOCKS: Final = 1000
+"""Objects in a page of S3's lists."""
+_PLANNED_BLOCKS: Final = 1 << 13
+_SWEEP_PART: Final = 3 / 4
+"""Part of a period after which a scan or a sweep pauses, so that the word is written in time."""
+_LEAVING_S: Final = 1.0
+
+
+class InThread(Protocol):
+    """Runs a computation in a thread."""
+
+    async def __call__(self, call: Callable[[], T], /) -> T: ...
+
+
+class RecordStore(Protocol):
+    """The calls of an object store that bound a namespace; see `ObjectClient`."""
+
+    async def list_records(self) -> list[tuple[str, float, str]]: ...
+
+    async def read_record(self, name: str) -> bytes | None: ...
+
+    async def write_record(self, name: str, content: bytes) -> None: ...
+
+    async def discard_records(self, names: Sequence[str]) -> None: ...
+
+    async def list_blocks(
+        self, cursor: str | None, count: int
+    ) -> tuple[list[Listed], int, str | None]: ...
+
+    async def remove(self, keys: Sequence[OffloadKey]) -> None: ...
+
+
+class BoundKeeper:
+    """Reports this host's writes and uses each period, and leads when it is elected. Thread: loop.
+
+    Attributes:
+        account: What this host has written and may write.
+    """
+
+    def __init__(
+        self,
+        store: RecordStore,
+        call: Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]],
+        in_thread: InThread,
+        *,
+        capacity_bytes: int,
+        size_of: Callable[[OffloadKey], int],
+        deleted: Callable[[Sequence[OffloadKey]], object],
+        period_s: float = PERIOD_S,
+    ) -> None:
+        """Make no call before `start`.
+
+        Args:
+            store: Where blocks and records are.
+            call: Runs a call of the store with a deadline; raises TierError.
+            in_thread: Runs long computations.
+            capacity_bytes: The bound.
+            size_of: Returns the bytes of a block's object.
+            deleted: Called with blocks that this host has deleted, or found deleted.
+            period_s: Seconds between two records.
+        """
+        self.account = Account(secrets.token_bytes(HOST_BYTES), capacity_bytes)
+        self._store = store
+        self._call = call
+        self._in_thread = in_thread
+        self._size_of = size_of
+        self._deleted = deleted
+        self._period_s = period_s
+        self._word: Word | None = None
+        self._heard_s = -math.inf
+        """Loop time at which the word last changed."""
+        self._leader: Leader | None = None
+        self._versions: dict[str, str] = {}
+        """Name -> version of the records read."""
+        self._cursor: str | None = None
+        self._passed_foreign = 0
+        self._gauges = dict.fromkeys(("bound_failures", "bound_deletions", "foreign_objects"), 0)
+        self._warned: set[str] = set()
+        self._rate = LogRate()
+        self._own = self.account.record()
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, patience_s: float) -> None:
+        """Begin, and wait for the first grant, but not longer than this."""
+        loop = asyncio.get_running_loop()
+        first = loop.create_future()
+        self._task = loop.create_task(self._run(first), name="object:bound")
+        await asyncio.wait({first}, timeout=patience_s)
+
+    async def close(self) -> None:
+        """Stop, and remove this host's records, so that no host waits for it."""
+        if self._task is None:
+            return
+        self._task.cancel()
+        await asyncio.wait({self._task})
+        own = self.account.host.hex()
+        names = [f"{own}-{number}" for number in range(RECORDS_A_HOST)]
+        names += [_WORD] * (self._leader is not None)
+        self._leader = None
+        try:
+            async with asyncio.timeout(_LEAVING_S):
+                await self._call(partial(self._store.discard_records, names))
+        except (TierError, TimeoutError) as error:
+            self._failed(error)
+
+    def gauges(self) -> Mapping[str, float]:
+        """Return the bytes used and allowed, and counters."""
+        word = self._word
+        return self._gauges | {
+            "used_bytes": 0 if word is None else word.used_bytes,
+            "capacity_bytes": self.account.capacity_bytes if word is None else word.bound_bytes,
+            "declined_blocks": self.account.declined,
+            "leads": self._leader is not None,
+        }
+
+    async def _run(self, first: asyncio.Future[None]) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            began_s = loop.time()
+            try:
+                await self._take_turn(began_s + _SWEEP_PART * self._period_s)
+            except TierError as error:
+                drop_tracebacks(error)
+                self._failed(error)
+            if not first.done():
+                first.set_result(None)
+            pause_s = self._period_s if self.account.limit_bytes else self._period_s / 4
+            await asyncio.sleep(max(self._period_s / 8, began_s + pause_s - loop.time()))
+
+    async def _take_turn(self, until_s: float) -> None:
+        await self._hear()
+        await self._report()
+        now_s = asyncio.get_running_loop().time()
+        is_led = (
+            self._heard_s is not None and now_s < self._heard_s + self._period_s * FRESH_PERIODS
+        )
+        if self._leader is None and is_led:
+            return
+        listed = await self._call(self._store.list_records)
+        newest_s: dict[bytes, float] = {}
+        for name, modified_s, _ in listed:
+            if match := _NAME.fullmatch(name):
+                host = bytes.fromhex(match[1])
+                newest_s[host] = max(modified_s, newest_s.get(host, modified_s))
+            elif name != _WORD:
+                self._warn_once("stranger", f"{name!r} is no record of this release; it is ignored")
+        own = self.account.host
+        if self._leader is None and newest_s:
+            word_s = next((modified_s for name, modified_s, _ in listed if name == _WORD), None)
+            if elected(newest_s, word_s, self._period_s) == own:
+                self._leader, self._versions, self._cursor = (
+                    Leader(self._word, self._size_of),
+                    {},
+                    None,
+                )
+        if self._leader is not None:
+            fresh = {own, *fresh_hosts(newest_s, self._period_s)} if newest_s else {own}
+            await self._lead(self._leader, fresh, listed, until_s)
+
+    async def _hear(self) -> None:
+        """Read the word of the leader, and obey it if it is new."""
+        data = await self._call(partial(self._store.read_record, _WORD))
+        word = None if data is None else Word.parse(data)
+        if word is None:
+            self._heard_s = -math.inf
+            if data is not None:
+                self._warn_once("stranger", "the word of its leader is not of this release")
+            return
+        was, self._word = self._word, word
+        if was is not None and (was.leader, was.number) != (word.leader, word.number):
+            self._heard_s = asyncio.get_running_loop().time()
+            if word.leader < self.account.host:
+                self._leader = None
+        if self._leader is None:
+            self._obey(word)
+
+    def _obey(self, word: Word) -> None:
+        account = self.account
+        account.limit_bytes = word.limits.get(account.host, account.limit_bytes)
+        if word.bound_bytes != word.largest_bytes:
+            text = f"hosts have capacity_bytes from {word.bound_bytes} to {word.largest_bytes}; "
+            self._warn_once("bounds", f"{text}the smallest holds: give all the same")
+
+    async def _report(self) -> None:
+        record = self.account.record()
+        name = f"{record.host.hex()}-{record.number % RECORDS_A_HOST}"
+        try:
+            await self._call(partial(self._store.write_record, name, record.encode()))
+        except BaseException:
+            self.account.unsent(record)
+            raise
+        self._own = record
+
+    async def _lead(
+        self,
+        leader: Leader,
+        fresh: set[bytes],
+        listed: Sequence[tuple[str, float, str]],
+        until_s: float,
+    ) -> None:
+        leader.take(self._own)
+        self._versions = {name: self._versions.get(name, "") for name, _, _ in listed}
+        new, dead = [], []
+        for name, _, version in sorted(listed, key=lambda item: item[1]):
+            match = _NAME.fullmatch(name)
+            host = match and bytes.fromhex(match[1])
+            if host in fresh and host != self.account.host and self._versions[name] != version:
+                new.append((name, version))
+            elif match and host not in fresh:
+                dead.append(name)
+        for first in range(0, len(new), AT_ONCE):
+            await self._read(leader, new[first : first + AT_ONCE])
+        leader.keep(fresh)
+        await self._scan(leader, until_s)
+        await self._sweep(leader, until_s)
+        self._word = leader.word(self.account.host)
+        await self._call(partial(self._store.write_record, _WORD, self._word.encode()))
+        self._obey(self._word)
+        if dead:
+            await self._call(partial(self._store.discard_records, dead[:AT_ONCE]))
+
+    async def _read(self, leader: Leader, names: Sequence[tuple[str, str]]) -> None:
+        found: dict[str, bytes | None] = {}
+
+        async def read(name: str) -> None:
+            found[name] = await self._call(partial(self._store.read_record, name))
+
+        await run_together((read(name) for name, _ in names), "object:record")
+        for name, version in names:
+            self._versions[name] = version
+            data = found[name]
+            record = None if data is None else Record.parse(data)
+            if record is not None and name.startswith(record.host.hex()):
+                leader.take(record)
+            elif data is not None:
+                self._warn_once("stranger", f"{name!r} is no record of this release; it is ignored")
+
+    async def _scan(self, leader: Leader, until_s: float) -> None:
+        """List further objects: a page, or for a new leader as many as the time allows."""
+        table, loop = leader.table, asyncio.get_running_loop()
+        while True:
+            page = partial(self._store.list_blocks, self._cursor, _PAGE_BLOCKS)
+            blocks, num_foreign, self._cursor = await self._call(page)
+            table.listed(blocks)
+            self._passed_foreign += num_foreign
+            if self._cursor is None:
+                self._deleted(await self._in_thread(table.end_scan))
+                self._gauges["foreign_objects"], self._passed_foreign = self._passed_foreign, 0
+                return
+            if table.is_complete or loop.time() >= until_s:
+                return
+
+    async def _sweep(self, leader: Leader, until_s: float) -> None:
+        """Delete the blocks that were not used for longest, as many as the time allows."""
+        table, loop = leader.table, asyncio.get_running_loop()
+        while table.is_complete and (
+            planned := [*islice(table.oldest(leader.target_bytes), _PLANNED_BLOCKS)]
+        ):
+            for first in range(0, len(planned), AT_ONCE):
+                if loop.time() >= until_s:
+                    return
+                keys = planned[first : first + AT_ONCE]
+                await self._call(partial(self._store.remove, keys))
+                table.deleted(keys)
+                self._gauges["bound_deletions"] += len(keys)
+                self._deleted(keys)
+
+    def _failed(self, error: Exception) -> None:
+        self._gauges["bound_failures"] += 1
+        more = self._rate.note(asyncio.get_running_loop().time())
+        if more is not None:
+            logger.warning("capacity_bytes: records or deletions failed: %s%s", error, more)
+
+    def _warn_once(self, kind: str, text: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            logger.warning("capacity_bytes: %s", text)

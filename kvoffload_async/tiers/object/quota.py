@@ -1,0 +1,426 @@
+"""The bound that the hosts of a namespace keep together: records, last uses and grants; no I/O.
+
+Each host writes a *record* per period: the bytes that it has written, and the blocks that it has
+stored or used. One host, the *leader*, reads the records, deletes the blocks that were not used for
+longest, and writes the *word*: for each host the total of bytes up to which it may write. A total
+is absolute, so a host that reads it late or twice writes no more. A host without a word spends what
+it was granted, and then declines to store.
+
+The leader keeps the sum of the bytes used and of all bytes granted but not yet reported within the
+bound. All integers are little-endian.
+
+| bytes | record | word |
+|---|---|---|
+| 4 | `KVOR` | `KVOW` |
+| 2, 2 | version of the format, 1; zeros | the same |
+| 8 | host | leader |
+| 8 | its bound | bytes used |
+| 8 | bytes that it has written | the bound |
+| 8 | bytes up to which it may write | the largest bound of a host |
+| 8 | bytes that it wanted to write since the last record | number of the word |
+| 8 | number of the record | zeros |
+| 4 | number of keys | number of hosts |
+| each | 2 bytes: length, and the key | 8 bytes: host, 8 bytes: its total |
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Final, NamedTuple, Self
+
+from kvoffload_async.tables.keymap import LEAST_KEY_BYTES
+from kvoffload_async.types import OffloadKey
+
+VERSION: Final = 1
+HOST_BYTES: Final = 8
+MOST_HOSTS: Final = 1024
+MOST_BLOCKS: Final = 1 << 22
+"""Maximum blocks within a bound: the leader holds about 200 bytes for each."""
+MOST_KEYS: Final = 1 << 13
+"""Maximum keys of a record; half of them may be of blocks that were only used."""
+MOST_KEY_BYTES: Final = 120
+MOST_RECORD_BYTES: Final = 1 << 20
+RECORDS_A_HOST: Final = 4
+"""Records that exist of a host: each replaces the fourth before, which the leader has read."""
+MOST_RECORDS: Final = RECORDS_A_HOST * MOST_HOSTS
+FRESH_PERIODS: Final = 3
+"""Age in periods up to which a record shows that its host is alive, and a word its leader."""
+
+_RECORD: Final = b"KVOR"
+_WORD: Final = b"KVOW"
+_HEAD: Final = struct.Struct("<4sHH8s5QI")
+_LENGTH: Final = struct.Struct("<H")
+_LIMIT: Final = struct.Struct("<8sQ")
+_MOST_BYTES: Final = (1 << 64) - 1
+_AHEAD: Final = 2
+"""Periods of a host's demand that it is granted: it reads a word that answers a record, and spends
+the grant, until the word that answers the next record."""
+_MOST_AHEAD: Final = 1 / 4
+"""Maximum part of the bound that is freed for demand."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """The report of one host about one period; see the module."""
+
+    host: bytes
+    capacity_bytes: int
+    written_bytes: int
+    limit_bytes: int
+    wanted_bytes: int
+    number: int
+    keys: tuple[OffloadKey, ...] = ()
+
+    def encode(self) -> bytes:
+        """Return the record as bytes."""
+        numbers = self.capacity_bytes, self.written_bytes, self.limit_bytes, self.wanted_bytes
+        head = (_RECORD, VERSION, 0, self.host, *numbers, self.number, len(self.keys))
+        keys = b"".join(_LENGTH.pack(len(key)) + key for key in self.keys)
+        return _HEAD.pack(*head) + keys
+
+    @classmethod
+    def parse(cls, data: bytes) -> Self | None:
+        """Return the record; None if it is invalid or of another version."""
+        if (found := _head_of(data, _RECORD)) is None:
+            return None
+        host, numbers, count = found
+        keys: list[OffloadKey] = []
+        at = _HEAD.size
+        while at + _LENGTH.size <= len(data) and len(keys) < MOST_KEYS:
+            (length,) = _LENGTH.unpack_from(data, at)
+            at += _LENGTH.size + length
+            if not LEAST_KEY_BYTES <= length <= MOST_KEY_BYTES:
+                return None
+            keys.append(OffloadKey(data[at - length : at]))
+        if at != len(data) or len(keys) != count or not numbers[0]:
+            return None
+        capacity, written, limit, wanted, number = numbers
+        return cls(host, capacity, written, limit, wanted, number, tuple(keys))
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """What a leader has announced; see the module."""
+
+    leader: bytes
+    used_bytes: int
+    bound_bytes: int
+    largest_bytes: int
+    number: int
+    limits: Mapping[bytes, int] = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        """Return the word as bytes."""
+        numbers = self.used_bytes, self.bound_bytes, self.largest_bytes, self.number, 0
+        head = _HEAD.pack(_WORD, VERSION, 0, self.leader, *numbers, len(self.limits))
+        limits = (_LIMIT.pack(*item) for item in self.limits.items())
+        return head + b"".join(limits)
+
+    @classmethod
+    def parse(cls, data: bytes) -> Self | None:
+        """Return the word; None if it is invalid or of another version."""
+        if (found := _head_of(data, _WORD)) is None:
+            return None
+        leader, (used, bound, largest, number, _), count = found
+        if count > MOST_HOSTS or len(data) != _HEAD.size + count * _LIMIT.size:
+            return None
+        limits = dict(_LIMIT.iter_unpack(data[_HEAD.size :]))
+        return cls(leader, used, bound, largest, number, limits)
+
+
+def _head_of(data: bytes, magic: bytes) -> tuple[bytes, tuple[int, ...], int] | None:
+    if len(data) < _HEAD.size:
+        return None
+    found, version, zeros, host, *numbers, count = _HEAD.unpack_from(data)
+    if (found, version, zeros) != (magic, VERSION, 0):
+        return None
+    return host, tuple(numbers), count
+
+
+class Account:
+    """What one host has written and may write.
+
+    Not thread-safe.
+
+    Attributes:
+        limit_bytes: Total of bytes up to which it may write.
+        declined: Number of blocks that it declined to store.
+    """
+
+    def __init__(self, host: bytes, capacity_bytes: int) -> None:
+        """Begin without a grant.
+
+        Args:
+            host: Identifies the host; 8 bytes.
+            capacity_bytes: The bound that is configured here.
+        """
+        self.host = host
+        self.capacity_bytes = capacity_bytes
+        self.limit_bytes = self.declined = 0
+        self._begun_bytes = self._written_bytes = self._wanted_bytes = self._number = 0
+        self._keys: dict[OffloadKey, None] = {}
+
+    def admits(self, num_bytes: int) -> bool:
+        """Return whether a block may be written now; if so, `ended` follows."""
+        self._wanted_bytes += num_bytes
+        if self._begun_bytes + num_bytes > self.limit_bytes or len(self._keys) >= MOST_KEYS:
+            self.declined += 1
+            return False
+        self._begun_bytes += num_bytes
+        return True
+
+    def ended(self, key: OffloadKey, num_bytes: int, *, is_written: bool) -> None:
+        """Record the end of an admitted write."""
+        if not is_written:
+            self._begun_bytes -= num_bytes
+            return
+        self._written_bytes += num_bytes
+        self._keys[key] = None  # beyond MOST_KEYS only by writes that were under way
+
+    def used(self, keys: Iterable[OffloadKey]) -> None:
+        """Record uses; those beyond half of a record are dropped."""
+        for key in islice(keys, max(0, MOST_KEYS // 2 - len(self._keys))):
+            self._keys.pop(key, None)
+            self._keys[key] = None
+
+    def record(self) -> Record:
+        """Return the report since the last one; it is given back with `unsent` if that failed."""
+        keys = tuple(islice(self._keys, MOST_KEYS))
+        for key in keys:
+            del self._keys[key]
+        wanted, self._wanted_bytes = self._wanted_bytes, 0
+        self._number += 1
+        return Record(
+            self.host,
+            self.capacity_bytes,
+            self._written_bytes,
+            self.limit_bytes,
+            wanted,
+            self._number,
+            keys,
+        )
+
+    def unsent(self, record: Record) -> None:
+        """Take a report back, to be part of the next one."""
+        self._wanted_bytes += record.wanted_bytes
+        self._keys = dict.fromkeys(record.keys) | self._keys
+
+
+class Listed(NamedTuple):
+    """A block's object as the store lists it: key, bytes, and seconds since 1970."""
+
+    key: OffloadKey
+    num_bytes: int
+    modified_s: float
+
+
+class UseTable:
+    """The blocks of a namespace in the order of their last use, at most `MOST_BLOCKS`.
+
+    It follows from the records, and from repeated scans: lists of all objects. A scan adds blocks
+    that no record named, as the oldest, and removes those that others have deleted.
+
+    Attributes:
+        used_bytes: Their bytes.
+        is_complete: Whether a scan has ended.
+    """
+
+    def __init__(self) -> None:
+        """Create an empty table."""
+        self.used_bytes = 0
+        self.is_complete = False
+        self._sizes: dict[OffloadKey, int] = {}
+        self._listed: list[Listed] = []
+        self._changed: set[OffloadKey] = set()
+        """Blocks used or deleted since the scan began: about them the table knows better."""
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def use(self, key: OffloadKey, num_bytes: int) -> None:
+        """Record a use of a block, which has this size unless its size is known."""
+        size = self._sizes.pop(key, None)
+        if size is None:
+            if len(self._sizes) >= MOST_BLOCKS:
+                return
+            size = num_bytes
+            self.used_bytes += size
+        self._sizes[key] = size
+        self._changed.add(key)
+
+    def listed(self, blocks: Iterable[Listed]) -> None:
+        """Take a part of a scan."""
+        self._listed += islice(blocks, max(0, MOST_BLOCKS - len(self._listed)))
+
+    def end_scan(self) -> list[OffloadKey]:
+        """Apply a scan, and begin the next one; return the blocks that others have deleted."""
+        listed = sorted(self._listed, key=lambda block: block.modified_s)
+        present = {block.key: block.num_bytes for block in listed if block.key not in self._changed}
+        gone = [key for key in self._sizes if not (key in present or key in self._changed)]
+        older = {key: size for key, size in present.items() if key not in self._sizes}
+        lost = frozenset(gone)
+        known = {k: present.get(k, size) for k, size in self._sizes.items() if k not in lost}
+        room = max(0, MOST_BLOCKS - len(known))
+        self._sizes = dict(islice(older.items(), max(0, len(older) - room), None)) | known
+        self.used_bytes = sum(self._sizes.values())
+        self._listed, self._changed, self.is_complete = [], set(), True
+        return gone
+
+    def oldest(self, target_bytes: int) -> Iterator[OffloadKey]:
+        """Return the blocks to delete, oldest use first, until at most `target_bytes` are used."""
+        left = self.used_bytes - target_bytes
+        for key, size in self._sizes.items():
+            if left <= 0:
+                return
+            left -= size
+            yield key
+
+    def deleted(self, keys: Iterable[OffloadKey]) -> None:
+        """Record that blocks were deleted."""
+        for key in keys:
+            self.used_bytes -= self._sizes.pop(key, 0)
+            self._changed.add(key)
+
+
+class Claim(NamedTuple):
+    """What a host has written, may have been told to write, and wants; totals in bytes."""
+
+    written_bytes: int
+    limit_bytes: int
+    wanted_bytes: int
+
+    @property
+    def open_bytes(self) -> int:
+        """Bytes that it may write and has not reported."""
+        return max(0, self.limit_bytes - self.written_bytes)
+
+
+def allot(claims: Mapping[bytes, Claim], free_bytes: int, block_bytes: int) -> dict[bytes, int]:
+    """Return each host's new limit.
+
+    The bytes that hosts may write unreported, by the limits before or by the new ones, exceed those
+    by the limits before by at most `free_bytes` in all, less what these already exceed.
+
+    Args:
+        claims: Hosts and their claims.
+        free_bytes: Bytes of the bound that are not used.
+        block_bytes: Bytes of a block; each host wants at least one.
+    """
+    wanted = {host: _AHEAD * claim.wanted_bytes + block_bytes for host, claim in claims.items()}
+    spare = max(0, free_bytes - sum(wanted.values())) // (2 * max(1, len(claims)))
+    raises = {h: max(0, wanted[h] + spare - claim.open_bytes) for h, claim in claims.items()}
+    unbound = max(0, free_bytes - sum(claim.open_bytes for claim in claims.values()))
+    total = max(1, sum(raises.values()))
+    limits: dict[bytes, int] = {}
+    for host, claim in claims.items():
+        given = min(wanted[host] + spare, claim.open_bytes)
+        given += raises[host] * min(unbound, total) // total
+        limits[host] = min(claim.written_bytes + given, _MOST_BYTES)
+    return limits
+
+
+class Leader:
+    """The decisions of the leader. Not thread-safe.
+
+    Attributes:
+        table: Last uses.
+    """
+
+    def __init__(self, last: Word | None, size_of: Callable[[OffloadKey], int]) -> None:
+        """Take over.
+
+        Args:
+            last: The last word, whose limits hosts may still obey.
+            size_of: Returns the bytes of a block's object.
+        """
+        self.table = UseTable()
+        self._last = last
+        self._size_of = size_of
+        self._records: dict[bytes, Record] = {}
+        self._wanted: dict[bytes, int] = {}
+        """What each host wanted in its last record, or in the one before if that was more."""
+
+    def take(self, record: Record) -> None:
+        """Take a host's next record."""
+        before = self._records.get(record.host)
+        for key in record.keys:
+            self.table.use(key, self._size_of(key))
+        if before is not None and record.number <= before.number:
+            return
+        wanted = 0 if before is None else before.wanted_bytes
+        self._wanted[record.host] = max(wanted, record.wanted_bytes)
+        self._records[record.host] = record
+
+    def keep(self, hosts: Iterable[bytes]) -> None:
+        """Forget all hosts but these."""
+        alive = frozenset(hosts)
+        self._records = {host: r for host, r in self._records.items() if host in alive}
+
+    @property
+    def bound_bytes(self) -> int:
+        """The smallest bound of a host."""
+        return min(record.capacity_bytes for record in self._records.values())
+
+    @property
+    def target_bytes(self) -> int:
+        """Bytes down to which blocks are deleted, so that hosts can write until the next time."""
+        wanted = sum(_AHEAD * self._wanted[host] + self._block_bytes for host in self._records)
+        most = max(int(_MOST_AHEAD * self.bound_bytes), self._block_bytes * len(self._records))
+        return max(0, self.bound_bytes - min(wanted, most))
+
+    def word(self, host: bytes) -> Word:
+        """Return the next word of this leader.
+
+        Until a scan has ended, the bytes used are those of the last word.
+        """
+        last = self._last
+        used, bound = self.table.used_bytes, self.bound_bytes
+        if not self.table.is_complete:
+            used = max(used, bound if last is None else last.used_bytes)
+        limits = {} if last is None else last.limits
+        claims = {
+            h: Claim(r.written_bytes, max(r.limit_bytes, limits.get(h, 0)), self._wanted[h])
+            for h, r in self._records.items()
+        }
+        self._last = Word(
+            host,
+            used,
+            bound,
+            max(record.capacity_bytes for record in self._records.values()),
+            (0 if last is None else last.number) + 1 & _MOST_BYTES,
+            allot(claims, bound - used, self._block_bytes),
+        )
+        return self._last
+
+    @property
+    def _block_bytes(self) -> int:
+        return self._size_of(OffloadKey(bytes(LEAST_KEY_BYTES)))
+
+
+def elected(
+    modified_s: Mapping[bytes, float], word_s: float | None, period_s: float
+) -> bytes | None:
+    """Return the fresh host that leads from now on, the smallest; None if there is a leader.
+
+    Args:
+        modified_s: Host -> time of its newest record, by the store's clock; not empty.
+        word_s: Time of the word, or None.
+        period_s: Seconds between the records of a host.
+    """
+    since_s = max(modified_s.values()) - FRESH_PERIODS * period_s
+    if word_s is not None and word_s >= since_s:
+        return None
+    return min(fresh_hosts(modified_s, period_s))
+
+
+def fresh_hosts(modified_s: Mapping[bytes, float], period_s: float) -> list[bytes]:
+    """Return the hosts that are alive: their records are about as young as the newest record.
+
+    Of more than `MOST_HOSTS`, these are the ones with the youngest records.
+    """
+    since_s = max(modified_s.values()) - FRESH_PERIODS * period_s
+    hosts = sorted(modified_s, key=lambda host: -modified_s[host])[:MOST_HOSTS]
+    return [host for host in hosts if modified_s[host] >= since_s]
