@@ -243,7 +243,7 @@ class BoundKeeper:
         new, dead = [], []
         for name, _, version in sorted(listed, key=lambda item: item[1]):
             match = _NAME.fullmatch(name)
-            host = match and bytes.fromhex(match[1])
+            host = bytes.fromhex(match[1]) if match else b""
             if host in fresh and host != self.account.host and self._versions[name] != version:
                 new.append((name, version))
             elif match and host not in fresh:
