@@ -58,8 +58,8 @@ _MOST_BYTES: Final = (1 << 64) - 1
 _AHEAD: Final = 2
 """Periods of a host's demand that it is granted: it reads a word that answers a record, and spends
 the grant, until the word that answers the next record."""
-_MOST_AHEAD: Final = 1 / 4
-"""Maximum part of the bound that is freed for demand."""
+_LEAST_AHEAD, _MOST_AHEAD = 1 / 32, 1 / 4
+"""Parts of the bound: the least that is free for sudden demand, and the most that is freed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,8 +368,9 @@ class Leader:
     def target_bytes(self) -> int:
         """Bytes down to which blocks are deleted, so that hosts can write until the next time."""
         wanted = sum(_AHEAD * self._wanted[host] + self._block_bytes for host in self._records)
-        most = max(int(_MOST_AHEAD * self.bound_bytes), self._block_bytes * len(self._records))
-        return max(0, self.bound_bytes - min(wanted, most))
+        bound = self.bound_bytes
+        most = max(int(_MOST_AHEAD * bound), self._block_bytes * len(self._records))
+        return max(0, bound - min(max(wanted, int(_LEAST_AHEAD * bound)), most))
 
     def word(self, host: bytes) -> Word:
         """Return the next word of this leader.
