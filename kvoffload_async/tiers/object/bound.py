@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-PERIOD_S: Final = 10.0
 AT_ONCE: Final = 64
 """Deletions, or records read, at once."""
 _WORD: Final = "word"
@@ -86,7 +85,7 @@ class BoundKeeper:
         capacity_bytes: int,
         size_of: Callable[[OffloadKey], int],
         deleted: Callable[[Sequence[OffloadKey]], object],
-        period_s: float = PERIOD_S,
+        period_s: float,
     ) -> None:
         """Make no call before `start`.
 

@@ -276,6 +276,8 @@ class ObjectTier(RemoteTier):
     }
 
     capabilities = replace(RemoteTier.capabilities, probes_prefixes=True, ages=True)
+    period_s: ClassVar[float] = 10.0
+    """Seconds between two records of a host that has `capacity_bytes`."""
     _settings: ObjectOptions
 
     def __init__(self, settings: ObjectOptions) -> None:
@@ -322,6 +324,7 @@ class ObjectTier(RemoteTier):
             capacity_bytes=capacity_bytes,
             size_of=self._envelopes.value_bytes,
             deleted=deleted,
+            period_s=self.period_s,
         )
         self._on_close.push_async_callback(self._keeper.close)
         await self._keeper.start(settings.call_timeout_s / 2)

@@ -8,11 +8,13 @@ import pytest
 
 from kvoffload_async.errors import CallTimeoutError, TierUnavailableError
 from kvoffload_async.testing import VirtualLoop
-from kvoffload_async.tiers.object.bound import PERIOD_S, BoundKeeper
+from kvoffload_async.tiers.object.bound import BoundKeeper
 from kvoffload_async.tiers.object.quota import Account, Listed, Record, Word
+from kvoffload_async.tiers.object.tier import ObjectTier
 from kvoffload_async.types import make_offload_key
 
 BLOCK_BYTES = 1 << 20
+PERIOD_S = ObjectTier.period_s
 LATENCY_S = 0.02
 
 
@@ -99,6 +101,7 @@ class Host:
             capacity_bytes=capacity_bytes,
             size_of=lambda _key: BLOCK_BYTES,
             deleted=deleted,
+            period_s=PERIOD_S,
         )
 
     @property
@@ -514,3 +517,41 @@ def test_records_of_hosts_that_died_are_removed():
 
     run(main())
     assert bucket.records == {}
+
+
+def test_a_report_that_failed_is_part_of_the_next_one():
+    bucket = Bucket()
+
+    async def main():
+        (host,) = await opened(bucket, 1, CAPACITY_BYTES, random.Random(7))
+
+        async def fail(name, content):
+            raise CallTimeoutError("slow")
+
+        await host.use(key_of(1))
+        host.keeper._store = _With(bucket, write_record=fail)
+        await asyncio.sleep(1.5 * PERIOD_S)
+        host.keeper._store = bucket
+        await asyncio.sleep(1.5 * PERIOD_S)
+        assert host.figure("used_bytes") == BLOCK_BYTES
+        await host.keeper.close()
+
+    run(main())
+
+
+def test_a_store_that_is_down_does_not_keep_a_host_from_leaving():
+    bucket = Bucket()
+
+    async def main():
+        host = Host(bucket, CAPACITY_BYTES)
+        await host.keeper.close()
+        await host.keeper.start(2.5)
+
+        async def fail(names):
+            raise CallTimeoutError("slow")
+
+        host.keeper._store = _With(bucket, discard_records=fail)
+        await host.keeper.close()
+        assert host.figure("bound_failures") == 1
+
+    run(main())
