@@ -10,63 +10,29 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from typing import Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final
 
 from kvoffload_async.error_log import LogRate
 from kvoffload_async.errors import TierError, drop_tracebacks
-from kvoffload_async.tiers.object.quota import (
-    FRESH_PERIODS,
-    HOST_BYTES,
-    RECORDS_A_HOST,
-    Account,
-    Leader,
-    Listed,
-    Record,
-    Word,
-    elected,
-    fresh_hosts,
-)
+from kvoffload_async.tiers.object import quota
 from kvoffload_async.tiers.remote.calls import run_together
 from kvoffload_async.types import OffloadKey
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from kvoffload_async.tiers.object.client import ObjectClient
 
-T = TypeVar("T")
+logger = logging.getLogger(__name__)
 
 AT_ONCE: Final = 64
 """Deletions, or records read, at once."""
 _WORD: Final = "word"
-_NAME: Final = re.compile(rf"([0-9a-f]{{{2 * HOST_BYTES}}})-[0-{RECORDS_A_HOST - 1}]")
+_NAME: Final = re.compile(rf"([0-9a-f]{{{2 * quota.HOST_BYTES}}})-[0-{quota.RECORDS_A_HOST - 1}]")
 _PAGE_BLOCKS: Final = 1000
 """Objects in a page of S3's lists."""
 _PLANNED_BLOCKS: Final = 1 << 13
 _SWEEP_PART: Final = 3 / 4
 """Part of a period after which a scan or a sweep pauses, so that the word is written in time."""
 _LEAVING_S: Final = 1.0
-
-
-class InThread(Protocol):
-    """Runs a computation in a thread."""
-
-    async def __call__(self, call: Callable[[], T], /) -> T: ...
-
-
-class RecordStore(Protocol):
-    """The calls of an object store that bound a namespace; see `ObjectClient`."""
-
-    async def list_records(self) -> list[tuple[str, float, str]]: ...
-
-    async def read_record(self, name: str) -> bytes | None: ...
-
-    async def write_record(self, name: str, content: bytes) -> None: ...
-
-    async def discard_records(self, names: Sequence[str]) -> None: ...
-
-    async def list_blocks(
-        self, cursor: str | None, count: int
-    ) -> tuple[list[Listed], int, str | None]: ...
-
-    async def remove(self, keys: Sequence[OffloadKey]) -> None: ...
 
 
 class BoundKeeper:
@@ -78,9 +44,9 @@ class BoundKeeper:
 
     def __init__(
         self,
-        store: RecordStore,
+        store: ObjectClient,
         call: Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]],
-        in_thread: InThread,
+        in_thread: Callable[[Callable[[], Any]], Awaitable[Any]],
         *,
         capacity_bytes: int,
         size_of: Callable[[OffloadKey], int],
@@ -98,17 +64,17 @@ class BoundKeeper:
             deleted: Called with blocks that this host has deleted, or found deleted.
             period_s: Seconds between two records.
         """
-        self.account = Account(secrets.token_bytes(HOST_BYTES), capacity_bytes)
+        self.account = quota.Account(secrets.token_bytes(quota.HOST_BYTES), capacity_bytes)
         self._store = store
         self._call = call
         self._in_thread = in_thread
         self._size_of = size_of
         self._deleted = deleted
         self._period_s = period_s
-        self._word: Word | None = None
+        self._word: quota.Word | None = None
         self._heard_s = -math.inf
         """Loop time at which the word last changed."""
-        self._leader: Leader | None = None
+        self._leader: quota.Leader | None = None
         self._versions: dict[str, str] = {}
         """Name -> version of the records read."""
         self._cursor: str | None = None
@@ -133,7 +99,7 @@ class BoundKeeper:
         self._task.cancel()
         await asyncio.wait({self._task})
         own = self.account.host.hex()
-        names = [f"{own}-{number}" for number in range(RECORDS_A_HOST)]
+        names = [f"{own}-{number}" for number in range(quota.RECORDS_A_HOST)]
         names += [_WORD] * (self._leader is not None)
         self._leader = None
         try:
@@ -169,41 +135,36 @@ class BoundKeeper:
     async def _take_turn(self, until_s: float) -> None:
         await self._hear()
         await self._report()
-        now_s = asyncio.get_running_loop().time()
-        is_led = (
-            self._heard_s is not None and now_s < self._heard_s + self._period_s * FRESH_PERIODS
-        )
-        if self._leader is None and is_led:
+        silence_s = asyncio.get_running_loop().time() - self._heard_s
+        if self._leader is None and silence_s < quota.FRESH_PERIODS * self._period_s:
             return
+        own, word_s, newest_s = self.account.host, None, dict[bytes, float]()
+        records: list[tuple[bytes, str, str]] = []
         listed = await self._call(self._store.list_records)
-        newest_s: dict[bytes, float] = {}
-        for name, modified_s, _ in listed:
+        for name, modified_s, version in sorted(listed, key=lambda item: item[1]):
             if match := _NAME.fullmatch(name):
                 host = bytes.fromhex(match[1])
-                newest_s[host] = max(modified_s, newest_s.get(host, modified_s))
-            elif name != _WORD:
-                self._warn_once("stranger", f"{name!r} is no record of this release; it is ignored")
-        own = self.account.host
-        if self._leader is None and newest_s:
-            word_s = next((modified_s for name, modified_s, _ in listed if name == _WORD), None)
-            if elected(newest_s, word_s, self._period_s) == own:
-                self._leader, self._versions, self._cursor = (
-                    Leader(self._word, self._size_of),
-                    {},
-                    None,
-                )
+                newest_s[host] = modified_s
+                records.append((host, name, version))
+            elif name == _WORD:
+                word_s = modified_s
+            else:
+                self._warn_of_stranger(name)
+        if self._leader is None and quota.elected(newest_s, word_s, self._period_s) == own:
+            self._leader = quota.Leader(self._word, self._size_of)
+            self._versions, self._cursor = {}, None
         if self._leader is not None:
-            fresh = {own, *fresh_hosts(newest_s, self._period_s)} if newest_s else {own}
-            await self._lead(self._leader, fresh, listed, until_s)
+            fresh = {own, *quota.fresh_hosts(newest_s, self._period_s)}
+            await self._lead(self._leader, fresh, records, until_s)
 
     async def _hear(self) -> None:
-        """Read the word of the leader, and obey it if it is new."""
+        """Read the word of the leader, and obey it."""
         data = await self._call(partial(self._store.read_record, _WORD))
-        word = None if data is None else Word.parse(data)
+        word = None if data is None else quota.Word.parse(data)
         if word is None:
             self._heard_s = -math.inf
             if data is not None:
-                self._warn_once("stranger", "the word of its leader is not of this release")
+                self._warn_of_stranger(_WORD)
             return
         was, self._word = self._word, word
         if was is not None and (was.leader, was.number) != (word.leader, word.number):
@@ -213,16 +174,19 @@ class BoundKeeper:
         if self._leader is None:
             self._obey(word)
 
-    def _obey(self, word: Word) -> None:
+    def _obey(self, word: quota.Word) -> None:
         account = self.account
         account.limit_bytes = word.limits.get(account.host, account.limit_bytes)
         if word.bound_bytes != word.largest_bytes:
-            text = f"hosts have capacity_bytes from {word.bound_bytes} to {word.largest_bytes}; "
-            self._warn_once("bounds", f"{text}the smallest holds: give all the same")
+            self._warn_once(
+                f"hosts have different bounds, from {word.bound_bytes} to {word.largest_bytes} "
+                "bytes; the smallest holds: give all the same",
+                "bounds",
+            )
 
     async def _report(self) -> None:
         record = self.account.record()
-        name = f"{record.host.hex()}-{record.number % RECORDS_A_HOST}"
+        name = f"{record.host.hex()}-{record.number % quota.RECORDS_A_HOST}"
         try:
             await self._call(partial(self._store.write_record, name, record.encode()))
         except BaseException:
@@ -232,21 +196,19 @@ class BoundKeeper:
 
     async def _lead(
         self,
-        leader: Leader,
+        leader: quota.Leader,
         fresh: set[bytes],
-        listed: Sequence[tuple[str, float, str]],
+        records: Sequence[tuple[bytes, str, str]],
         until_s: float,
     ) -> None:
         leader.take(self._own)
-        self._versions = {name: self._versions.get(name, "") for name, _, _ in listed}
-        new, dead = [], []
-        for name, _, version in sorted(listed, key=lambda item: item[1]):
-            match = _NAME.fullmatch(name)
-            host = bytes.fromhex(match[1]) if match else b""
-            if host in fresh and host != self.account.host and self._versions[name] != version:
-                new.append((name, version))
-            elif match and host not in fresh:
-                dead.append(name)
+        self._versions = {name: self._versions.get(name, "") for _, name, _ in records}
+        others = fresh - {self.account.host}
+        new = [
+            (name, version)
+            for host, name, version in records
+            if host in others and self._versions[name] != version
+        ]
         for first in range(0, len(new), AT_ONCE):
             await self._read(leader, new[first : first + AT_ONCE])
         leader.keep(fresh)
@@ -255,10 +217,10 @@ class BoundKeeper:
         self._word = leader.word(self.account.host)
         await self._call(partial(self._store.write_record, _WORD, self._word.encode()))
         self._obey(self._word)
-        if dead:
-            await self._call(partial(self._store.discard_records, dead[:AT_ONCE]))
+        if dead := [name for host, name, _ in records if host not in fresh][:AT_ONCE]:
+            await self._call(partial(self._store.discard_records, dead))
 
-    async def _read(self, leader: Leader, names: Sequence[tuple[str, str]]) -> None:
+    async def _read(self, leader: quota.Leader, names: Sequence[tuple[str, str]]) -> None:
         found: dict[str, bytes | None] = {}
 
         async def read(name: str) -> None:
@@ -268,13 +230,13 @@ class BoundKeeper:
         for name, version in names:
             self._versions[name] = version
             data = found[name]
-            record = None if data is None else Record.parse(data)
+            record = None if data is None else quota.Record.parse(data)
             if record is not None and name.startswith(record.host.hex()):
                 leader.take(record)
             elif data is not None:
-                self._warn_once("stranger", f"{name!r} is no record of this release; it is ignored")
+                self._warn_of_stranger(name)
 
-    async def _scan(self, leader: Leader, until_s: float) -> None:
+    async def _scan(self, leader: quota.Leader, until_s: float) -> None:
         """List further objects: a page, or for a new leader as many as the time allows."""
         table, loop = leader.table, asyncio.get_running_loop()
         while True:
@@ -289,7 +251,7 @@ class BoundKeeper:
             if table.is_complete or loop.time() >= until_s:
                 return
 
-    async def _sweep(self, leader: Leader, until_s: float) -> None:
+    async def _sweep(self, leader: quota.Leader, until_s: float) -> None:
         """Delete the blocks that were not used for longest, as many as the time allows."""
         table, loop = leader.table, asyncio.get_running_loop()
         while table.is_complete and (
@@ -310,7 +272,10 @@ class BoundKeeper:
         if more is not None:
             logger.warning("capacity_bytes: records or deletions failed: %s%s", error, more)
 
-    def _warn_once(self, kind: str, text: str) -> None:
+    def _warn_of_stranger(self, name: str) -> None:
+        self._warn_once(f"{name!r} is no record of this release; such are ignored", "stranger")
+
+    def _warn_once(self, text: str, kind: str) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
             logger.warning("capacity_bytes: %s", text)

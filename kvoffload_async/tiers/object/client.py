@@ -333,17 +333,11 @@ class ObjectClient(RemoteClient):
 
     async def _remove(self, key: OffloadKey) -> None:
         name = self._name(key)
-        try:
-            await obstore.delete_async(self._store, name)
-        except FileNotFoundError:
-            pass
-        except exceptions.BaseError as error:
-            if not isinstance(self._mapped(error), RefusedError):
-                raise
-            found = await self._look_at(name)
-            is_there = found is not None and found["size"]
-            if found is not None and is_there and not await self._overwrite(name, found, b""):
-                raise
+        if await self._delete(name):
+            return
+        found = await self._look_at(name)
+        if found is not None and found["size"] and not await self._overwrite(name, found, b""):
+            raise RefusedError(f"{name}: may not be deleted, and is being written")
 
     async def list_keys(
         self, cursor: str | None, count: int
@@ -440,6 +434,8 @@ class ObjectClient(RemoteClient):
         return mapped
 
     def _mapped(self, error: Exception) -> TierError:  # noqa: PLR0911 - one per kind
+        if isinstance(error, TierError):
+            return error
         said, _, debugging = str(error)[:_MAX_JUDGED_CHARS].partition("Debug source:")
         text = text_of(error)
         signs = _NAMES.sub("", " ".join(said.split()))  # names may contain any words
@@ -507,18 +503,20 @@ class ObjectClient(RemoteClient):
             await obstore.put_async(self._store, name, content, use_multipart=False)
         return True
 
-    async def _delete(self, name: str) -> None:
-        """Delete an object that is no longer needed."""
+    async def _delete(self, name: str) -> bool:
+        """Delete an object, present or not; return whether that is permitted."""
         try:
             await obstore.delete_async(self._store, name)
         except FileNotFoundError:
-            pass  # another host was first
+            pass
         except exceptions.BaseError as error:
             if not isinstance(self._mapped(error), RefusedError):
                 raise
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning(_NOT_DELETED)
+            return False
+        return True
 
     async def _look_at(self, name: str) -> ObjectMeta | None:
         """Return the object's metadata, or None if it does not exist."""

@@ -407,14 +407,14 @@ def elected(
     """Return the fresh host that leads from now on, the smallest; None if there is a leader.
 
     Args:
-        modified_s: Host -> time of its newest record, by the store's clock; not empty.
+        modified_s: Host -> time of its newest record, by the store's clock.
         word_s: Time of the word, or None.
         period_s: Seconds between the records of a host.
     """
-    since_s = max(modified_s.values()) - FRESH_PERIODS * period_s
-    if word_s is not None and word_s >= since_s:
+    fresh = fresh_hosts(modified_s, period_s)
+    if word_s is not None and word_s >= _since_s(modified_s, period_s):
         return None
-    return min(fresh_hosts(modified_s, period_s))
+    return min(fresh, default=None)
 
 
 def fresh_hosts(modified_s: Mapping[bytes, float], period_s: float) -> list[bytes]:
@@ -422,6 +422,10 @@ def fresh_hosts(modified_s: Mapping[bytes, float], period_s: float) -> list[byte
 
     Of more than `MOST_HOSTS`, these are the ones with the youngest records.
     """
-    since_s = max(modified_s.values()) - FRESH_PERIODS * period_s
     hosts = sorted(modified_s, key=lambda host: -modified_s[host])[:MOST_HOSTS]
+    since_s = _since_s(modified_s, period_s)
     return [host for host in hosts if modified_s[host] >= since_s]
+
+
+def _since_s(modified_s: Mapping[bytes, float], period_s: float) -> float:
+    return max(modified_s.values(), default=0.0) - FRESH_PERIODS * period_s

@@ -341,24 +341,19 @@ class ObjectTier(RemoteTier):
     async def _store_portion(
         self, job: JobMetadata, portion: Portion, deadline_s: float
     ) -> dict[int, TierError]:
-        """Decline blocks that would exceed `capacity_bytes`, and store the others."""
+        """Store the block of a portion; decline it if it would exceed `capacity_bytes`."""
         if self._keeper is None:
             return await super()._store_portion(job, portion, deadline_s)
-        account = self._keeper.account
-        sizes = {i: self._envelopes.value_bytes(job.keys[i]) for i in portion}
-        admitted = [i for i in portion if account.admits(sizes[i])]
-        text = f"{self._location}: declined, as capacity_bytes has no room yet"
-        failures: dict[int, TierError] = {
-            i: TierFullError(text) for i in portion if i not in admitted
-        }
-        written: Collection[int] = ()
+        (i,) = portion
+        account, key = self._keeper.account, job.keys[i]
+        num_bytes = self._envelopes.value_bytes(key)
+        if not account.admits(num_bytes):
+            return {i: TierFullError(f"{self._location}: capacity_bytes has no room yet")}
+        failures: dict[int, TierError] | None = None
         try:
-            if admitted:
-                failures |= await super()._store_portion(job, admitted, deadline_s)
-            written = frozenset(admitted) - failures.keys()
+            failures = await super()._store_portion(job, portion, deadline_s)
         finally:
-            for i in admitted:
-                account.ended(job.keys[i], sizes[i], is_written=i in written)
+            account.ended(key, num_bytes, is_written=failures == {})
         return failures
 
     async def longest_prefixes(self, chains: Sequence[Sequence[OffloadKey]]) -> Sequence[int]:

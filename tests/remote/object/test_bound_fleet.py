@@ -424,7 +424,7 @@ def test_the_smallest_bound_holds_and_each_host_warns_once(caplog):
     texts = [record.message for record in caplog.records]
     assert len(texts) == 2
     assert texts[0] == texts[1]
-    assert f"from {CAPACITY_BYTES // 2} to {CAPACITY_BYTES}; the smallest holds" in texts[0]
+    assert f"from {CAPACITY_BYTES // 2} to {CAPACITY_BYTES} bytes; the smallest holds" in texts[0]
 
 
 @pytest.mark.parametrize(
