@@ -35,7 +35,7 @@ _SWEEP_PART: Final = 3 / 4
 _LEAVING_S: Final = 1.0
 
 
-class BoundKeeper:
+class BucketBound:
     """Reports this host's writes and uses each period, and leads when it is elected. Thread: loop.
 
     Attributes:
@@ -149,7 +149,7 @@ class BoundKeeper:
             elif name == _WORD:
                 word_s = modified_s
             else:
-                self._warn_of_stranger(name)
+                self._warn_of_record(name)
         if self._leader is None and quota.elected(newest_s, word_s, self._period_s) == own:
             self._leader = quota.Leader(self._word, self._size_of)
             self._versions, self._cursor = {}, None
@@ -164,7 +164,7 @@ class BoundKeeper:
         if word is None:
             self._heard_s = -math.inf
             if data is not None:
-                self._warn_of_stranger(_WORD)
+                self._warn_of_record(_WORD)
             return
         was, self._word = self._word, word
         if was is not None and (was.leader, was.number) != (word.leader, word.number):
@@ -234,7 +234,7 @@ class BoundKeeper:
             if record is not None and name.startswith(record.host.hex()):
                 leader.take(record)
             elif data is not None:
-                self._warn_of_stranger(name)
+                self._warn_of_record(name)
 
     async def _scan(self, leader: quota.Leader, until_s: float) -> None:
         """List further objects: a page, or for a new leader as many as the time allows."""
@@ -272,8 +272,8 @@ class BoundKeeper:
         if more is not None:
             logger.warning("capacity_bytes: records or deletions failed: %s%s", error, more)
 
-    def _warn_of_stranger(self, name: str) -> None:
-        self._warn_once(f"{name!r} is no record of this release; such are ignored", "stranger")
+    def _warn_of_record(self, name: str) -> None:
+        self._warn_once(f"{name!r} is no record of this release; such are ignored", "record")
 
     def _warn_once(self, text: str, kind: str) -> None:
         if kind not in self._warned:

@@ -31,7 +31,7 @@ from kvoffload_async.errors import (
     TierFullError,
     Trouble,
 )
-from kvoffload_async.tiers.object.bound import BoundKeeper
+from kvoffload_async.tiers.object.bound import BucketBound
 from kvoffload_async.tiers.object.endpoints import variables_of
 from kvoffload_async.tiers.object.quota import MOST_BLOCKS
 from kvoffload_async.tiers.remote.client import RemoteClient
@@ -285,7 +285,7 @@ class ObjectTier(RemoteTier):
         super().__init__(settings, settings.url)
         self._description: Mapping[str, Any] = {}
         self._store: Any = None  # the library's, whose module is an extra
-        self._keeper: BoundKeeper | None = None
+        self._bound: BucketBound | None = None
 
     @classmethod
     def maintenance(cls) -> type[StoreMaintenance]:
@@ -317,7 +317,7 @@ class ObjectTier(RemoteTier):
             self._questions.deleted(keys)
             env.blocks_evicted(keys)
 
-        self._keeper = BoundKeeper(
+        self._bound = BucketBound(
             client,
             call,
             partial(env.io.run, Direction.METADATA),
@@ -326,26 +326,26 @@ class ObjectTier(RemoteTier):
             deleted=deleted,
             period_s=self.period_s,
         )
-        self._on_close.push_async_callback(self._keeper.close)
-        await self._keeper.start(settings.call_timeout_s / 2)
+        self._on_close.push_async_callback(self._bound.close)
+        await self._bound.start(settings.call_timeout_s / 2)
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         super().touch(keys)
-        if self._keeper is not None:
-            self._keeper.account.used(keys)
+        if self._bound is not None:
+            self._bound.account.used(keys)
 
     def gauges(self) -> Mapping[str, float]:
         """As those of `RemoteTier`, with those of `capacity_bytes`."""
-        return {**super().gauges(), **({} if self._keeper is None else self._keeper.gauges())}
+        return {**super().gauges(), **({} if self._bound is None else self._bound.gauges())}
 
     async def _store_portion(
         self, job: JobMetadata, portion: Portion, deadline_s: float
     ) -> dict[int, TierError]:
         """Store the block of a portion; decline it if it would exceed `capacity_bytes`."""
-        if self._keeper is None:
+        if self._bound is None:
             return await super()._store_portion(job, portion, deadline_s)
         (i,) = portion
-        account, key = self._keeper.account, job.keys[i]
+        account, key = self._bound.account, job.keys[i]
         num_bytes = self._envelopes.value_bytes(key)
         if not account.admits(num_bytes):
             return {i: TierFullError(f"{self._location}: capacity_bytes has no room yet")}

@@ -8,7 +8,7 @@ import pytest
 
 from kvoffload_async.errors import CallTimeoutError, TierUnavailableError
 from kvoffload_async.testing import VirtualLoop
-from kvoffload_async.tiers.object.bound import BoundKeeper
+from kvoffload_async.tiers.object.bound import BucketBound
 from kvoffload_async.tiers.object.quota import Account, Listed, Record, Word
 from kvoffload_async.tiers.object.tier import ObjectTier
 from kvoffload_async.types import make_offload_key
@@ -94,7 +94,7 @@ class Host:
 
     def __init__(self, bucket, capacity_bytes, deleted=lambda _keys: None):
         self.bucket = bucket
-        self.keeper = BoundKeeper(
+        self.bound = BucketBound(
             bucket,
             _call,
             _in_thread,
@@ -111,7 +111,7 @@ class Host:
     async def use(self, key):
         """Load a block, or store it if it is absent; return whether it was there."""
         await self.bucket.request("head")
-        account = self.keeper.account
+        account = self.bound.account
         if key in self.bucket.blocks:
             await self.bucket.request("get")
             account.used([key])
@@ -124,11 +124,11 @@ class Host:
 
     async def kill(self):
         """End without a farewell, as if the process had died."""
-        self.keeper._task.cancel()
-        await asyncio.wait({self.keeper._task})
+        self.bound._task.cancel()
+        await asyncio.wait({self.bound._task})
 
     def figure(self, name):
-        return self.keeper.gauges()[name]
+        return self.bound.gauges()[name]
 
 
 async def opened(bucket, count, capacity_bytes, rng):
@@ -136,7 +136,7 @@ async def opened(bucket, count, capacity_bytes, rng):
 
     async def open_one(host):
         await asyncio.sleep(rng.random() * PERIOD_S)
-        await host.keeper.start(2.5)
+        await host.bound.start(2.5)
 
     async with asyncio.TaskGroup() as group:
         for host in hosts:
@@ -190,7 +190,7 @@ async def fill(hosts, numbers):
 
 async def close(hosts):
     for host in hosts:
-        await host.keeper.close()
+        await host.bound.close()
 
 
 def run(main):
@@ -264,10 +264,10 @@ def test_a_host_that_dies_in_the_middle_of_a_sweep_leaves_the_rest_to_its_succes
 
         async def die(keys):
             await remove(keys[:3])
-            leader.keeper._task.cancel()
+            leader.bound._task.cancel()
             await asyncio.sleep(1)
 
-        leader.keeper._store = _With(bucket, remove=die)
+        leader.bound._store = _With(bucket, remove=die)
         await fill(hosts, range(100, 300))
         assert len(leaders(hosts)) == 1
         await close(hosts)
@@ -294,7 +294,7 @@ def test_a_leader_that_leaves_is_followed_at_once():
         hosts = await opened(bucket, 3, CAPACITY_BYTES, random.Random(3))
         (leader,) = leaders(hosts)
         hosts.remove(leader)
-        await leader.keeper.close()
+        await leader.bound.close()
         await asyncio.sleep(1.5 * PERIOD_S)
         assert len(leaders(hosts)) == 1
         await close(hosts)
@@ -308,9 +308,9 @@ def test_of_two_leaders_the_smaller_host_stays():
 
     async def main():
         hosts = [Host(bucket, CAPACITY_BYTES) for _ in range(2)]
-        await hosts[0].keeper.start(2.5)
+        await hosts[0].bound.start(2.5)
         word = bucket.records.pop("word")
-        await hosts[1].keeper.start(2.5)
+        await hosts[1].bound.start(2.5)
         await asyncio.sleep(PERIOD_S)
         del word
         await asyncio.sleep(5 * PERIOD_S)
@@ -326,10 +326,10 @@ def test_after_a_restart_of_the_only_host_it_leads_from_the_start():
     async def main():
         for _ in range(3):
             host = Host(bucket, CAPACITY_BYTES)
-            await host.keeper.start(2.5)
+            await host.bound.start(2.5)
             assert host.leads
             assert not await host.use(key_of(1)) or bucket.blocks
-            await host.keeper.close()
+            await host.bound.close()
 
     run(main())
     assert len(bucket.blocks) == 1
@@ -368,7 +368,7 @@ def test_a_slow_list_delays_neither_opening_nor_later_the_bound():
     async def main():
         bucket.blocks = {key_of(10**6 + n): (BLOCK_BYTES, 0.0) for n in range(9000)}
         host = Host(bucket, CAPACITY_BYTES)
-        await host.keeper.start(2.5)
+        await host.bound.start(2.5)
         assert asyncio.get_running_loop().time() < 3
         await host.use(key_of(1))
         assert host.figure("declined_blocks") == 1
@@ -378,7 +378,7 @@ def test_a_slow_list_delays_neither_opening_nor_later_the_bound():
         declined = host.figure("declined_blocks")
         await fill([host], range(30, 60))
         assert host.figure("declined_blocks") == declined < 10
-        await host.keeper.close()
+        await host.bound.close()
 
     run(main())
     assert bucket.used_bytes <= CAPACITY_BYTES
@@ -391,7 +391,7 @@ def test_blocks_that_others_store_without_a_record_are_counted_and_deleted_too()
     async def main():
         bucket.foreign = 3
         host = Host(bucket, CAPACITY_BYTES, deleted.extend)
-        await host.keeper.start(2.5)
+        await host.bound.start(2.5)
         for number in range(600):
             bucket.put(key_of(number))
         await asyncio.sleep(3 * PERIOD_S)
@@ -403,7 +403,7 @@ def test_blocks_that_others_store_without_a_record_are_counted_and_deleted_too()
         await asyncio.sleep(2 * PERIOD_S)
         assert deleted[-1] == gone
         assert host.figure("used_bytes") == bucket.used_bytes
-        await host.keeper.close()
+        await host.bound.close()
 
     run(main())
 
@@ -414,7 +414,7 @@ def test_the_smallest_bound_holds_and_each_host_warns_once(caplog):
     async def main():
         hosts = [Host(bucket, CAPACITY_BYTES), Host(bucket, CAPACITY_BYTES // 2)]
         for host in hosts:
-            await host.keeper.start(2.5)
+            await host.bound.start(2.5)
         await fill(hosts, range(400))
         assert {host.figure("capacity_bytes") for host in hosts} == {CAPACITY_BYTES // 2}
         await close(hosts)
@@ -437,21 +437,21 @@ def test_the_smallest_bound_holds_and_each_host_warns_once(caplog):
     ],
 )
 @pytest.mark.parametrize("name", ["00" * 8 + "-1", "readme"])
-def test_records_of_strangers_and_of_newer_releases_are_ignored_and_warned_of_once(
+def test_records_of_others_and_of_newer_releases_are_ignored_and_warned_of_once(
     caplog, content, name
 ):
     bucket = Bucket()
 
     async def main():
         host = Host(bucket, CAPACITY_BYTES)
-        host.keeper.account = Account(b"\xff" * 8, CAPACITY_BYTES)
-        await host.keeper.start(2.5)
+        host.bound.account = Account(b"\xff" * 8, CAPACITY_BYTES)
+        await host.bound.start(2.5)
         for _ in range(5):
             await bucket.write_record(name, content)
             await asyncio.sleep(PERIOD_S)
         assert host.leads
         assert host.figure("capacity_bytes") == CAPACITY_BYTES
-        await host.keeper.close()
+        await host.bound.close()
 
     run(main())
     assert len(caplog.records) == 1
@@ -465,11 +465,11 @@ def test_a_word_of_a_newer_release_is_replaced_once_no_leader_writes_it(caplog):
         word = Word(b"12345678", 0, CAPACITY_BYTES, CAPACITY_BYTES, 1, {}).encode()
         await bucket.write_record("word", word.replace(b"KVOW\1", b"KVOW\2"))
         host = Host(bucket, CAPACITY_BYTES)
-        await host.keeper.start(2.5)
+        await host.bound.start(2.5)
         assert not host.leads
         await asyncio.sleep(5 * PERIOD_S)
         assert host.leads
-        await host.keeper.close()
+        await host.bound.close()
 
     run(main())
     assert len(caplog.records) == 1
@@ -489,12 +489,12 @@ def test_a_record_that_could_not_be_read_is_read_the_next_time():
                 raise CallTimeoutError("slow")
             return await read(name)
 
-        leader.keeper._store = _With(bucket, read_record=fail)
+        leader.bound._store = _With(bucket, read_record=fail)
         other = hosts[1 - hosts.index(leader)]
         await other.use(key_of(1))
         await asyncio.sleep(2.5 * PERIOD_S)
         assert leader.figure("bound_failures")
-        leader.keeper._store = bucket
+        leader.bound._store = bucket
         await asyncio.sleep(2.5 * PERIOD_S)
         assert leader.figure("used_bytes") == BLOCK_BYTES
         await close(hosts)
@@ -513,7 +513,7 @@ def test_records_of_hosts_that_died_are_removed():
                 await host.kill()
         await asyncio.sleep(6 * PERIOD_S)
         assert len(bucket.records) <= 5
-        await leader.keeper.close()
+        await leader.bound.close()
 
     run(main())
     assert bucket.records == {}
@@ -529,12 +529,12 @@ def test_a_report_that_failed_is_part_of_the_next_one():
             raise CallTimeoutError("slow")
 
         await host.use(key_of(1))
-        host.keeper._store = _With(bucket, write_record=fail)
+        host.bound._store = _With(bucket, write_record=fail)
         await asyncio.sleep(1.5 * PERIOD_S)
-        host.keeper._store = bucket
+        host.bound._store = bucket
         await asyncio.sleep(1.5 * PERIOD_S)
         assert host.figure("used_bytes") == BLOCK_BYTES
-        await host.keeper.close()
+        await host.bound.close()
 
     run(main())
 
@@ -544,14 +544,14 @@ def test_a_store_that_is_down_does_not_keep_a_host_from_leaving():
 
     async def main():
         host = Host(bucket, CAPACITY_BYTES)
-        await host.keeper.close()
-        await host.keeper.start(2.5)
+        await host.bound.close()
+        await host.bound.start(2.5)
 
         async def fail(names):
             raise CallTimeoutError("slow")
 
-        host.keeper._store = _With(bucket, discard_records=fail)
-        await host.keeper.close()
+        host.bound._store = _With(bucket, discard_records=fail)
+        await host.bound.close()
         assert host.figure("bound_failures") == 1
 
     run(main())
