@@ -33,6 +33,8 @@ _PLANNED_BLOCKS: Final = 1 << 13
 _SWEEP_PART: Final = 3 / 4
 """Part of a period after which a scan or a sweep pauses, so that the word is written in time."""
 _LEAVING_S: Final = 1.0
+_MOST_WARNINGS: Final = 8
+_NO_RECORD: Final = "objects among the records that this release does not know are ignored"
 
 
 class BucketBound:
@@ -138,7 +140,7 @@ class BucketBound:
         silence_s = asyncio.get_running_loop().time() - self._heard_s
         if self._leader is None and silence_s < quota.FRESH_PERIODS * self._period_s:
             return
-        own, word_s, newest_s = self.account.host, None, dict[bytes, float]()
+        own, word_s, newest_s = self.account.host, -math.inf, dict[bytes, float]()
         records: list[tuple[bytes, str, str]] = []
         listed = await self._call(self._store.list_records)
         for name, modified_s, version in sorted(listed, key=lambda item: item[1]):
@@ -149,13 +151,13 @@ class BucketBound:
             elif name == _WORD:
                 word_s = modified_s
             else:
-                self._warn_of_record(name)
-        if self._leader is None and quota.elected(newest_s, word_s, self._period_s) == own:
+                self._warn_once(_NO_RECORD)
+        fresh, elected = quota.fresh_hosts(newest_s, word_s, self._period_s)
+        if self._leader is None and elected == own:
             self._leader = quota.Leader(self._word, self._size_of)
-            self._versions, self._cursor = {}, None
+            self._versions, self._cursor, self._passed_foreign = {}, None, 0
         if self._leader is not None:
-            fresh = {own, *quota.fresh_hosts(newest_s, self._period_s)}
-            await self._lead(self._leader, fresh, records, until_s)
+            await self._lead(self._leader, fresh | {own}, records, until_s)
 
     async def _hear(self) -> None:
         """Read the word of the leader, and obey it."""
@@ -164,7 +166,7 @@ class BucketBound:
         if word is None:
             self._heard_s = -math.inf
             if data is not None:
-                self._warn_of_record(_WORD)
+                self._warn_once(_NO_RECORD)
             return
         was, self._word = self._word, word
         if was is not None and (was.leader, was.number) != (word.leader, word.number):
@@ -180,8 +182,7 @@ class BucketBound:
         if word.bound_bytes != word.largest_bytes:
             self._warn_once(
                 f"hosts have different bounds, from {word.bound_bytes} to {word.largest_bytes} "
-                "bytes; the smallest holds: give all the same",
-                "bounds",
+                "bytes; the smallest holds: give all the same"
             )
 
     async def _report(self) -> None:
@@ -234,7 +235,7 @@ class BucketBound:
             if record is not None and name.startswith(record.host.hex()):
                 leader.take(record)
             elif data is not None:
-                self._warn_of_record(name)
+                self._warn_once(_NO_RECORD)
 
     async def _scan(self, leader: quota.Leader, until_s: float) -> None:
         """List further objects: a page, or for a new leader as many as the time allows."""
@@ -272,10 +273,7 @@ class BucketBound:
         if more is not None:
             logger.warning("capacity_bytes: records or deletions failed: %s%s", error, more)
 
-    def _warn_of_record(self, name: str) -> None:
-        self._warn_once(f"{name!r} is no record of this release; such are ignored", "record")
-
-    def _warn_once(self, text: str, kind: str) -> None:
-        if kind not in self._warned:
-            self._warned.add(kind)
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned and len(self._warned) < _MOST_WARNINGS:
+            self._warned.add(text)
             logger.warning("capacity_bytes: %s", text)

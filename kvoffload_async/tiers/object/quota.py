@@ -27,9 +27,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from itertools import islice
-from typing import Final, NamedTuple, Self
+from typing import Any, Final, NamedTuple, Self
 
 from kvoffload_async.tables.keymap import LEAST_KEY_BYTES
 from kvoffload_async.types import OffloadKey
@@ -62,8 +61,7 @@ _LEAST_AHEAD, _MOST_AHEAD = 1 / 32, 1 / 4
 """Parts of the bound: the least that is free for sudden demand, and the most that is freed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """The report of one host about one period; see the module."""
 
     host: bytes
@@ -76,17 +74,14 @@ class Record:
 
     def encode(self) -> bytes:
         """Return the record as bytes."""
-        numbers = self.capacity_bytes, self.written_bytes, self.limit_bytes, self.wanted_bytes
-        head = (_RECORD, VERSION, 0, self.host, *numbers, self.number, len(self.keys))
-        keys = b"".join(_LENGTH.pack(len(key)) + key for key in self.keys)
-        return _HEAD.pack(*head) + keys
+        head = _HEAD.pack(_RECORD, VERSION, 0, *self[:-1], len(self.keys))
+        return head + b"".join(_LENGTH.pack(len(key)) + key for key in self.keys)
 
     @classmethod
     def parse(cls, data: bytes) -> Self | None:
         """Return the record; None if it is invalid or of another version."""
-        if (found := _head_of(data, _RECORD)) is None:
+        if (head := _head_of(data, _RECORD)) is None:
             return None
-        host, numbers, count = found
         keys: list[OffloadKey] = []
         at = _HEAD.size
         while at + _LENGTH.size <= len(data) and len(keys) < MOST_KEYS:
@@ -95,14 +90,12 @@ class Record:
             if not LEAST_KEY_BYTES <= length <= MOST_KEY_BYTES:
                 return None
             keys.append(OffloadKey(data[at - length : at]))
-        if at != len(data) or len(keys) != count or not numbers[0]:
-            return None
-        capacity, written, limit, wanted, number = numbers
-        return cls(host, capacity, written, limit, wanted, number, tuple(keys))
+        *fields, count = head
+        record = cls._make((*fields, tuple(keys)))
+        return record if (at, len(keys)) == (len(data), count) and record.capacity_bytes else None
 
 
-@dataclass(frozen=True, slots=True)
-class Word:
+class Word(NamedTuple):
     """What a leader has announced; see the module."""
 
     leader: bytes
@@ -110,34 +103,27 @@ class Word:
     bound_bytes: int
     largest_bytes: int
     number: int
-    limits: Mapping[bytes, int] = field(default_factory=dict)
+    limits: Mapping[bytes, int]
 
     def encode(self) -> bytes:
         """Return the word as bytes."""
-        numbers = self.used_bytes, self.bound_bytes, self.largest_bytes, self.number, 0
-        head = _HEAD.pack(_WORD, VERSION, 0, self.leader, *numbers, len(self.limits))
-        limits = (_LIMIT.pack(*item) for item in self.limits.items())
-        return head + b"".join(limits)
+        head = _HEAD.pack(_WORD, VERSION, 0, *self[:-1], 0, len(self.limits))
+        return head + b"".join(_LIMIT.pack(*item) for item in self.limits.items())
 
     @classmethod
     def parse(cls, data: bytes) -> Self | None:
         """Return the word; None if it is invalid or of another version."""
-        if (found := _head_of(data, _WORD)) is None:
+        head = _head_of(data, _WORD)
+        if head is None or len(data) != _HEAD.size + min(head[-1], MOST_HOSTS) * _LIMIT.size:
             return None
-        leader, (used, bound, largest, number, _), count = found
-        if count > MOST_HOSTS or len(data) != _HEAD.size + count * _LIMIT.size:
-            return None
-        limits = dict(_LIMIT.iter_unpack(data[_HEAD.size :]))
-        return cls(leader, used, bound, largest, number, limits)
+        return cls._make((*head[:5], dict(_LIMIT.iter_unpack(data[_HEAD.size :]))))
 
 
-def _head_of(data: bytes, magic: bytes) -> tuple[bytes, tuple[int, ...], int] | None:
+def _head_of(data: bytes, magic: bytes) -> tuple[Any, ...] | None:
     if len(data) < _HEAD.size:
         return None
-    found, version, zeros, host, *numbers, count = _HEAD.unpack_from(data)
-    if (found, version, zeros) != (magic, VERSION, 0):
-        return None
-    return host, tuple(numbers), count
+    found, version, zeros, *fields = _HEAD.unpack_from(data)
+    return tuple(fields) if (found, version, zeros) == (magic, VERSION, 0) else None
 
 
 class Account:
@@ -193,15 +179,8 @@ class Account:
             del self._keys[key]
         wanted, self._wanted_bytes = self._wanted_bytes, 0
         self._number += 1
-        return Record(
-            self.host,
-            self.capacity_bytes,
-            self._written_bytes,
-            self.limit_bytes,
-            wanted,
-            self._number,
-            keys,
-        )
+        written, limit, number = self._written_bytes, self.limit_bytes, self._number
+        return Record(self.host, self.capacity_bytes, written, limit, wanted, number, keys)
 
     def unsent(self, record: Record) -> None:
         """Take a report back, to be part of the next one."""
@@ -236,9 +215,6 @@ class UseTable:
         self._listed: list[Listed] = []
         self._changed: set[OffloadKey] = set()
         """Blocks used or deleted since the scan began: about them the table knows better."""
-
-    def __len__(self) -> int:
-        return len(self._sizes)
 
     def use(self, key: OffloadKey, num_bytes: int) -> None:
         """Record a use of a block, which has this size unless its size is known."""
@@ -301,8 +277,8 @@ class Claim(NamedTuple):
 def allot(claims: Mapping[bytes, Claim], free_bytes: int, block_bytes: int) -> dict[bytes, int]:
     """Return each host's new limit.
 
-    The bytes that hosts may write unreported, by the limits before or by the new ones, exceed those
-    by the limits before by at most `free_bytes` in all, less what these already exceed.
+    Whichever of their limits they obey, the former or the new one, hosts may write `free_bytes` in
+    all, or what they might by the former ones if that is more.
 
     Args:
         claims: Hosts and their claims.
@@ -314,12 +290,11 @@ def allot(claims: Mapping[bytes, Claim], free_bytes: int, block_bytes: int) -> d
     raises = {h: max(0, wanted[h] + spare - claim.open_bytes) for h, claim in claims.items()}
     unbound = max(0, free_bytes - sum(claim.open_bytes for claim in claims.values()))
     total = max(1, sum(raises.values()))
-    limits: dict[bytes, int] = {}
-    for host, claim in claims.items():
-        given = min(wanted[host] + spare, claim.open_bytes)
-        given += raises[host] * min(unbound, total) // total
-        limits[host] = min(claim.written_bytes + given, _MOST_BYTES)
-    return limits
+    granted = {
+        h: min(wanted[h] + spare, claim.open_bytes) + raises[h] * min(unbound, total) // total
+        for h, claim in claims.items()
+    }
+    return {h: min(claims[h].written_bytes + granted[h], _MOST_BYTES) for h in claims}
 
 
 class Leader:
@@ -360,15 +335,10 @@ class Leader:
         self._records = {host: r for host, r in self._records.items() if host in alive}
 
     @property
-    def bound_bytes(self) -> int:
-        """The smallest bound of a host."""
-        return min(record.capacity_bytes for record in self._records.values())
-
-    @property
     def target_bytes(self) -> int:
         """Bytes down to which blocks are deleted, so that hosts can write until the next time."""
         wanted = sum(_AHEAD * self._wanted[host] + self._block_bytes for host in self._records)
-        bound = self.bound_bytes
+        bound = min(record.capacity_bytes for record in self._records.values())
         most = max(int(_MOST_AHEAD * bound), self._block_bytes * len(self._records))
         return max(0, bound - min(max(wanted, int(_LEAST_AHEAD * bound)), most))
 
@@ -377,23 +347,18 @@ class Leader:
 
         Until a scan has ended, the bytes used are those of the last word.
         """
-        last = self._last
-        used, bound = self.table.used_bytes, self.bound_bytes
+        bounds = [record.capacity_bytes for record in self._records.values()]
+        last = self._last or Word(host, min(bounds), 0, 0, 0, {})
+        used = min(self.table.used_bytes, _MOST_BYTES)
         if not self.table.is_complete:
-            used = max(used, bound if last is None else last.used_bytes)
-        limits = {} if last is None else last.limits
+            used = max(used, last.used_bytes)
         claims = {
-            h: Claim(r.written_bytes, max(r.limit_bytes, limits.get(h, 0)), self._wanted[h])
+            h: Claim(r.written_bytes, max(r.limit_bytes, last.limits.get(h, 0)), self._wanted[h])
             for h, r in self._records.items()
         }
-        self._last = Word(
-            host,
-            used,
-            bound,
-            max(record.capacity_bytes for record in self._records.values()),
-            (0 if last is None else last.number) + 1 & _MOST_BYTES,
-            allot(claims, bound - used, self._block_bytes),
-        )
+        limits = allot(claims, min(bounds) - used, self._block_bytes)
+        number = (last.number + 1) & _MOST_BYTES
+        self._last = Word(host, used, min(bounds), max(bounds), number, limits)
         return self._last
 
     @property
@@ -401,31 +366,19 @@ class Leader:
         return self._size_of(OffloadKey(bytes(LEAST_KEY_BYTES)))
 
 
-def elected(
-    modified_s: Mapping[bytes, float], word_s: float | None, period_s: float
-) -> bytes | None:
-    """Return the fresh host that leads from now on, the smallest; None if there is a leader.
+def fresh_hosts(
+    modified_s: Mapping[bytes, float], word_s: float, period_s: float
+) -> tuple[set[bytes], bytes | None]:
+    """Return the hosts that are alive, and the one of them to lead now; None: there is a leader.
+
+    Their records are about as young as the newest one; at most `MOST_HOSTS`, the youngest.
 
     Args:
         modified_s: Host -> time of its newest record, by the store's clock.
-        word_s: Time of the word, or None.
+        word_s: Time of the word, or -inf.
         period_s: Seconds between the records of a host.
     """
-    fresh = fresh_hosts(modified_s, period_s)
-    if word_s is not None and word_s >= _since_s(modified_s, period_s):
-        return None
-    return min(fresh, default=None)
-
-
-def fresh_hosts(modified_s: Mapping[bytes, float], period_s: float) -> list[bytes]:
-    """Return the hosts that are alive: their records are about as young as the newest record.
-
-    Of more than `MOST_HOSTS`, these are the ones with the youngest records.
-    """
+    since_s = max(modified_s.values(), default=0.0) - FRESH_PERIODS * period_s
     hosts = sorted(modified_s, key=lambda host: -modified_s[host])[:MOST_HOSTS]
-    since_s = _since_s(modified_s, period_s)
-    return [host for host in hosts if modified_s[host] >= since_s]
-
-
-def _since_s(modified_s: Mapping[bytes, float], period_s: float) -> float:
-    return max(modified_s.values(), default=0.0) - FRESH_PERIODS * period_s
+    fresh = {host for host in hosts if modified_s[host] >= since_s}
+    return fresh, None if word_s >= since_s else min(fresh, default=None)

@@ -149,18 +149,14 @@ class ObjectOptions(RemoteSettings):
 
     def check_capacity(self, object_bytes: int) -> None:
         """Check that an object fits, and that its bytes, if known, are not too few to count all."""
-        capacity_bytes = self.capacity_bytes
-        if capacity_bytes is None or not object_bytes:
+        if self.capacity_bytes is None or not object_bytes:
             return
-        if capacity_bytes < object_bytes:
+        num_blocks = self.capacity_bytes // object_bytes
+        if not 0 < num_blocks <= MOST_BLOCKS:
             raise ConfigError(
-                f"capacity_bytes: {capacity_bytes} cannot hold one block of {object_bytes} bytes; "
-                "give at least that for each host"
-            )
-        if capacity_bytes // object_bytes > MOST_BLOCKS:
-            raise ConfigError(
-                f"capacity_bytes: {capacity_bytes} allows more than {MOST_BLOCKS} blocks of "
-                f"{object_bytes} bytes; reduce it, or raise blocks_per_chunk"
+                f"capacity_bytes: {self.capacity_bytes} has room for {num_blocks} blocks of "
+                f"{object_bytes} bytes; give room for 1 to {MOST_BLOCKS} blocks, or change their "
+                "size with blocks_per_chunk"
             )
 
     def locations(self, identity: KVIdentity) -> list[TierLocation]:
@@ -309,17 +305,13 @@ class ObjectTier(RemoteTier):
         settings, client = self._settings, cast("Any", self._client)
         settings.check_capacity(env.identity.block_bytes or self._envelopes.block_bytes)
 
-        async def call(request: Callable[[], Awaitable[Any]]) -> Any:  # noqa: ANN401 - of any call
-            timeout_s = settings.job_timeout_s
-            return await self._calls.run(request, self._deadline(timeout_s), timeout_s=timeout_s)
-
         def deleted(keys: Sequence[OffloadKey]) -> None:
             self._questions.deleted(keys)
             env.blocks_evicted(keys)
 
         self._bound = BucketBound(
             client,
-            call,
+            self._run_long,
             partial(env.io.run, Direction.METADATA),
             capacity_bytes=capacity_bytes,
             size_of=self._envelopes.value_bytes,
@@ -382,9 +374,7 @@ class ObjectTier(RemoteTier):
         """As `list_keys`; a block's age is that of its object, which a renewal rewrites."""
         self._opened()
         client: Any = self._client
-        call = partial(client.list_older, cursor, count, age_s)
-        timeout_s = self._settings.job_timeout_s
-        return await self._calls.run(call, self._deadline(timeout_s), timeout_s=timeout_s)
+        return await self._run_long(partial(client.list_older, cursor, count, age_s))
 
     def _create_client(self, namespace: str) -> RemoteClient:
         # Imported here because the library is an optional dependency.

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import Any, ClassVar, Final
 
 from kvoffload_async.abc.tier import TierEnvironment
-from kvoffload_async.errors import (
-    CorruptBlockError,
-    TierError,
-    TierFullError,
-    Trouble,
-    drop_tracebacks,
-)
+from kvoffload_async.errors import CorruptBlockError, TierError, TierFullError, Trouble
 from kvoffload_async.tiers.remote.client import RemoteClient
 from kvoffload_async.tiers.remote.settings import REMEDIES
 from kvoffload_async.tiers.remote.tier import RemoteTier
 from kvoffload_async.tiers.valkey.address import ValkeySettings
 
-if TYPE_CHECKING:
-    from kvoffload_async.tiers.valkey.client import ValkeyClient
-
 logger = logging.getLogger(__name__)
+
+_NO_EVICTION: Final = (
+    "%s: its maxmemory-policy is noeviction, so no blocks are stored once its memory is full; set "
+    "it to allkeys-lru"
+)
 
 
 class ValkeyTier(RemoteTier):
@@ -52,20 +48,15 @@ class ValkeyTier(RemoteTier):
 
     async def open(self, env: TierEnvironment) -> None:
         await super().open(env)
-        client = cast("ValkeyClient", self._client)
+        client: Any = self._client
         try:
             deadline_s = self._deadline(self._settings.probe_timeout_s)
             self._bounds = await self._calls.run(client.read_bounds, deadline_s, may_retry=False)
         except TierError as error:
-            drop_tracebacks(error)
             logger.info("%s: its maxmemory is unknown: %s", self._location, error)
         policies = {policy if max_bytes else "" for max_bytes, policy in self._bounds}
         if "noeviction" in policies:
-            logger.warning(
-                "%s: its maxmemory-policy is noeviction: once its memory is full, no blocks are "
-                "stored; set it to allkeys-lru",
-                self._location,
-            )
+            logger.warning(_NO_EVICTION, self._location)
         if "" in policies:
             logger.info("%s: it has no maxmemory, so its memory is unbounded", self._location)
 

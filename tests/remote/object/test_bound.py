@@ -22,7 +22,7 @@ OBJECT_BYTES = BLOCK_BYTES + 128
 
 @pytest.mark.parametrize(
     ("capacity", "text"),
-    [("1KiB", "cannot hold one block"), ("1000TiB", "reduce it, or raise blocks_per_chunk")],
+    [("1KiB", "room for 0 blocks"), ("1000TiB", "give room for 1 to")],
 )
 def test_a_bound_that_cannot_work_is_refused(capacity, text):
     identity = KVIdentity(model="m", block_bytes=BLOCK_BYTES)
@@ -67,8 +67,8 @@ def store_all(harness, keys):
 def test_blocks_used_longest_ago_are_deleted_and_announced(bounded, connection):
     host = bounded(16)
     figures = host.tier.gauges
-    store_all(host, K[:16])
-    for key in K[16:48]:
+    store_all(host, K[:4])
+    for key in K[4:48]:
         assert loads(host, K[:1])
         store_all(host, [key])
     until(host, lambda: figures()["used_bytes"] == len(objects(connection)) * OBJECT_BYTES)

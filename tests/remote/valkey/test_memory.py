@@ -3,7 +3,7 @@
 import logging
 
 import pytest
-from remote.valkey.tiers import open_at
+from remote.valkey.test_labels import open_at
 
 from kvoffload_async.testing.harness import key_of
 
