@@ -34,6 +34,8 @@ _SWEEP_PART: Final = 3 / 4
 """Part of a period after which a scan or a sweep pauses, so that the word is written in time."""
 _LEAVING_S: Final = 1.0
 _MOST_WARNINGS: Final = 8
+_Records = list[tuple[bytes, str, str]]
+"""Host, name and version of records, the oldest first."""
 _NO_RECORD: Final = "objects among the records that this release does not know are ignored"
 
 
@@ -79,6 +81,8 @@ class BucketBound:
         self._leader: quota.Leader | None = None
         self._versions: dict[str, str] = {}
         """Name -> version of the records read."""
+        self._until_s = 0.0
+        """Loop time at which a scan or a sweep of this period pauses."""
         self._cursor: str | None = None
         self._passed_foreign = 0
         self._gauges = dict.fromkeys(("bound_failures", "bound_deletions", "foreign_objects"), 0)
@@ -125,7 +129,8 @@ class BucketBound:
         while True:
             began_s = loop.time()
             try:
-                await self._take_turn(began_s + _SWEEP_PART * self._period_s)
+                self._until_s = began_s + _SWEEP_PART * self._period_s
+                await self._take_turn()
             except TierError as error:
                 drop_tracebacks(error)
                 self._failed(error)
@@ -134,14 +139,14 @@ class BucketBound:
             pause_s = self._period_s if self.account.limit_bytes else self._period_s / 4
             await asyncio.sleep(max(self._period_s / 8, began_s + pause_s - loop.time()))
 
-    async def _take_turn(self, until_s: float) -> None:
+    async def _take_turn(self) -> None:
         await self._hear()
         await self._report()
         silence_s = asyncio.get_running_loop().time() - self._heard_s
         if self._leader is None and silence_s < quota.FRESH_PERIODS * self._period_s:
             return
         own, word_s, newest_s = self.account.host, -math.inf, dict[bytes, float]()
-        records: list[tuple[bytes, str, str]] = []
+        records: _Records = []
         listed = await self._call(self._store.list_records)
         for name, modified_s, version in sorted(listed, key=lambda item: item[1]):
             if match := _NAME.fullmatch(name):
@@ -157,7 +162,7 @@ class BucketBound:
             self._leader = quota.Leader(self._word, self._size_of)
             self._versions, self._cursor, self._passed_foreign = {}, None, 0
         if self._leader is not None:
-            await self._lead(self._leader, fresh | {own}, records, until_s)
+            await self._lead(self._leader, fresh | {own}, records)
 
     async def _hear(self) -> None:
         """Read the word of the leader, and obey it."""
@@ -188,20 +193,11 @@ class BucketBound:
     async def _report(self) -> None:
         record = self.account.record()
         name = f"{record.host.hex()}-{record.number % quota.RECORDS_A_HOST}"
-        try:
-            await self._call(partial(self._store.write_record, name, record.encode()))
-        except BaseException:
-            self.account.unsent(record)
-            raise
+        await self._call(partial(self._store.write_record, name, record.encode()))
+        self.account.sent(record)
         self._own = record
 
-    async def _lead(
-        self,
-        leader: quota.Leader,
-        fresh: set[bytes],
-        records: Sequence[tuple[bytes, str, str]],
-        until_s: float,
-    ) -> None:
+    async def _lead(self, leader: quota.Leader, fresh: set[bytes], records: _Records) -> None:
         leader.take(self._own)
         self._versions = {name: self._versions.get(name, "") for _, name, _ in records}
         others = fresh - {self.account.host}
@@ -213,8 +209,8 @@ class BucketBound:
         for first in range(0, len(new), AT_ONCE):
             await self._read(leader, new[first : first + AT_ONCE])
         leader.keep(fresh)
-        await self._scan(leader, until_s)
-        await self._sweep(leader, until_s)
+        await self._scan(leader)
+        await self._sweep(leader)
         self._word = leader.word(self.account.host)
         await self._call(partial(self._store.write_record, _WORD, self._word.encode()))
         self._obey(self._word)
@@ -237,7 +233,7 @@ class BucketBound:
             elif data is not None:
                 self._warn_once(_NO_RECORD)
 
-    async def _scan(self, leader: quota.Leader, until_s: float) -> None:
+    async def _scan(self, leader: quota.Leader) -> None:
         """List further objects: a page, or for a new leader as many as the time allows."""
         table, loop = leader.table, asyncio.get_running_loop()
         while True:
@@ -249,17 +245,17 @@ class BucketBound:
                 self._deleted(await self._in_thread(table.end_scan))
                 self._gauges["foreign_objects"], self._passed_foreign = self._passed_foreign, 0
                 return
-            if table.is_complete or loop.time() >= until_s:
+            if table.is_complete or loop.time() >= self._until_s:
                 return
 
-    async def _sweep(self, leader: quota.Leader, until_s: float) -> None:
+    async def _sweep(self, leader: quota.Leader) -> None:
         """Delete the blocks that were not used for longest, as many as the time allows."""
         table, loop = leader.table, asyncio.get_running_loop()
         while table.is_complete and (
             planned := [*islice(table.oldest(leader.target_bytes), _PLANNED_BLOCKS)]
         ):
             for first in range(0, len(planned), AT_ONCE):
-                if loop.time() >= until_s:
+                if loop.time() >= self._until_s:
                     return
                 keys = planned[first : first + AT_ONCE]
                 await self._call(partial(self._store.remove, keys))

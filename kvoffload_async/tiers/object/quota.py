@@ -173,19 +173,17 @@ class Account:
             self._keys[key] = None
 
     def record(self) -> Record:
-        """Return the report since the last one; it is given back with `unsent` if that failed."""
-        keys = tuple(islice(self._keys, MOST_KEYS))
-        for key in keys:
-            del self._keys[key]
-        wanted, self._wanted_bytes = self._wanted_bytes, 0
+        """Return a report about all since the last one for which `sent` was called."""
         self._number += 1
-        written, limit, number = self._written_bytes, self.limit_bytes, self._number
-        return Record(self.host, self.capacity_bytes, written, limit, wanted, number, keys)
+        numbers = self._written_bytes, self.limit_bytes, self._wanted_bytes, self._number
+        keys = tuple(islice(self._keys, MOST_KEYS))
+        return Record(self.host, self.capacity_bytes, *numbers, keys)
 
-    def unsent(self, record: Record) -> None:
-        """Take a report back, to be part of the next one."""
-        self._wanted_bytes += record.wanted_bytes
-        self._keys = dict.fromkeys(record.keys) | self._keys
+    def sent(self, record: Record) -> None:
+        """Leave what a report says out of the next one."""
+        self._wanted_bytes -= record.wanted_bytes
+        for key in record.keys:
+            self._keys.pop(key, None)
 
 
 class Listed(NamedTuple):
@@ -218,14 +216,11 @@ class UseTable:
 
     def use(self, key: OffloadKey, num_bytes: int) -> None:
         """Record a use of a block, which has this size unless its size is known."""
-        size = self._sizes.pop(key, None)
-        if size is None:
-            if len(self._sizes) >= MOST_BLOCKS:
-                return
-            size = num_bytes
-            self.used_bytes += size
-        self._sizes[key] = size
-        self._changed.add(key)
+        if key in self._sizes or len(self._sizes) < MOST_BLOCKS:
+            size = self._sizes.pop(key, 0)
+            self.used_bytes += 0 if size else num_bytes
+            self._sizes[key] = size or num_bytes
+            self._changed.add(key)
 
     def listed(self, blocks: Iterable[Listed]) -> None:
         """Take a part of a scan."""

@@ -102,7 +102,9 @@ def test_a_host_writes_up_to_its_limit_and_counts_the_others():
     account.ended(K[1], 10, is_written=False)
     assert account.admits(10)
     assert account.declined == 2
-    assert account.record() == Record(b"h" * 8, 100, 10, 20, 32, 1, (K[0],))
+    record = account.record()
+    assert record == Record(b"h" * 8, 100, 10, 20, 32, 1, (K[0],))
+    account.sent(record)
     assert account.record() == Record(b"h" * 8, 100, 10, 20, 0, 2)
 
 
@@ -111,10 +113,13 @@ def test_a_report_that_was_not_sent_is_part_of_the_next():
     account.limit_bytes = 20
     account.admits(10)
     account.ended(K[0], 10, is_written=True)
-    account.unsent(account.record())
+    account.record()
     account.used([K[1], K[0]])
     record = account.record()
     assert (record.keys, record.wanted_bytes, record.number) == ((K[1], K[0]), 10, 2)
+    account.used([K[2]])
+    account.sent(record)
+    assert account.record().keys == (K[2],)
 
 
 def test_the_keys_of_a_record_are_bounded_and_uses_leave_room_for_stores(monkeypatch):
@@ -127,7 +132,9 @@ def test_the_keys_of_a_record_are_bounded_and_uses_leave_room_for_stores(monkeyp
     for key in K[10:13]:
         account.ended(key, 10, is_written=True)
     assert not account.admits(10)
-    assert account.record().keys == (*K[:2], *K[10:12])
+    record = account.record()
+    assert record.keys == (*K[:2], *K[10:12])
+    account.sent(record)
     assert account.record().keys == (K[12],)
 
 
