@@ -104,8 +104,7 @@ class BucketBound:
             return
         self._task.cancel()
         await asyncio.wait({self._task})
-        own = self.account.host.hex()
-        names = [f"{own}-{number}" for number in range(quota.RECORDS_A_HOST)]
+        names = [f"{self.account.host.hex()}-{n}" for n in range(quota.RECORDS_A_HOST)]
         names += [_WORD] * (self._leader is not None)
         self._leader = None
         try:
@@ -167,7 +166,7 @@ class BucketBound:
     async def _hear(self) -> None:
         """Read the word of the leader, and obey it."""
         data = await self._call(partial(self._store.read_record, _WORD))
-        word = None if data is None else quota.Word.parse(data)
+        word = quota.Word.parse(data or b"")
         if word is None:
             self._heard_s = -math.inf
             if data is not None:
@@ -182,8 +181,7 @@ class BucketBound:
             self._obey(word)
 
     def _obey(self, word: quota.Word) -> None:
-        account = self.account
-        account.limit_bytes = word.limits.get(account.host, account.limit_bytes)
+        self.account.limit_bytes = word.limits.get(self.account.host, self.account.limit_bytes)
         if word.bound_bytes != word.largest_bytes:
             self._warn_once(
                 f"hosts have different bounds, from {word.bound_bytes} to {word.largest_bytes} "
@@ -201,11 +199,7 @@ class BucketBound:
         leader.take(self._own)
         self._versions = {name: self._versions.get(name, "") for _, name, _ in records}
         others = fresh - {self.account.host}
-        new = [
-            (name, version)
-            for host, name, version in records
-            if host in others and self._versions[name] != version
-        ]
+        new = [(n, v) for host, n, v in records if host in others and self._versions[n] != v]
         for first in range(0, len(new), AT_ONCE):
             await self._read(leader, new[first : first + AT_ONCE])
         leader.keep(fresh)
@@ -226,11 +220,10 @@ class BucketBound:
         await run_together((read(name) for name, _ in names), "object:record")
         for name, version in names:
             self._versions[name] = version
-            data = found[name]
-            record = None if data is None else quota.Record.parse(data)
+            record = quota.Record.parse(found[name] or b"")
             if record is not None and name.startswith(record.host.hex()):
                 leader.take(record)
-            elif data is not None:
+            elif found[name] is not None:
                 self._warn_once(_NO_RECORD)
 
     async def _scan(self, leader: quota.Leader) -> None:

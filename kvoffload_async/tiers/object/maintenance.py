@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass
@@ -122,7 +121,6 @@ _PREFIXES: Final = 1 << 12
 """Number of name prefixes (three hexadecimal digits), listed in order; for progress reports."""
 _PAGE_OBJECTS: Final = 64
 """Objects listed, and deleted, at once."""
-_LEFTOVER: Final = re.compile(f"/(?:{RENEWALS}|{RECORDS})/")
 _READS_AT_ONCE: Final = 8
 _PART_BYTES: Final = 4 << 20
 """Bytes of an object read and verified at a time: a verification holds a few dozen MiB, whatever
@@ -393,7 +391,8 @@ class ObjectMaintenance(StoreMaintenance):
         unwanted: list[tuple[FoundObject, str]] = []
         for item in page:
             if item.key is None:
-                is_leftover = _LEFTOVER.search(item.name) or not item.size_bytes
+                folder = item.name.split("/")[1]
+                is_leftover = folder in {RENEWALS, RECORDS} or not item.size_bytes
                 if item.age_s >= options.older_than_s and (is_leftover or options.unknown_files):
                     removed.unknown_files += 1
                     unwanted.append((item, "not a block"))

@@ -230,12 +230,14 @@ class UseTable:
         """Apply a scan, and begin the next one; return the blocks that others have deleted."""
         listed = sorted(self._listed, key=lambda block: block.modified_s)
         present = {block.key: block.num_bytes for block in listed if block.key not in self._changed}
-        gone = [key for key in self._sizes if not (key in present or key in self._changed)]
-        older = {key: size for key, size in present.items() if key not in self._sizes}
-        lost = frozenset(gone)
-        known = {k: present.get(k, size) for k, size in self._sizes.items() if k not in lost}
-        room = max(0, MOST_BLOCKS - len(known))
-        self._sizes = dict(islice(older.items(), max(0, len(older) - room), None)) | known
+        known = {
+            k: present.get(k, size)
+            for k, size in self._sizes.items()
+            if k in present or k in self._changed
+        }
+        gone = [key for key in self._sizes if key not in known]
+        merged = {key: size for key, size in present.items() if key not in known} | known
+        self._sizes = dict(islice(merged.items(), max(0, len(merged) - MOST_BLOCKS), None))
         self.used_bytes = sum(self._sizes.values())
         self._listed, self._changed, self.is_complete = [], set(), True
         return gone

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Final, Self, cast
+from typing import Any, ClassVar, Final, Self
 from urllib.parse import parse_qs, urlsplit
 
 from kvoffload_async.abc.maintenance import StoreMaintenance
@@ -24,13 +24,7 @@ from kvoffload_async.config import (
     parse_url,
     shown,
 )
-from kvoffload_async.errors import (
-    ConfigError,
-    CorruptBlockError,
-    TierError,
-    TierFullError,
-    Trouble,
-)
+from kvoffload_async.errors import ConfigError, CorruptBlockError, TierError, TierFullError, Trouble
 from kvoffload_async.tiers.object.bound import BucketBound
 from kvoffload_async.tiers.object.endpoints import variables_of
 from kvoffload_async.tiers.object.quota import MOST_BLOCKS
@@ -149,7 +143,7 @@ class ObjectOptions(RemoteSettings):
 
     def check_capacity(self, object_bytes: int) -> None:
         """Check that an object fits, and that its bytes, if known, are not too few to count all."""
-        if self.capacity_bytes is None or not object_bytes:
+        if not self.capacity_bytes or not object_bytes:
             return
         num_blocks = self.capacity_bytes // object_bytes
         if not 0 < num_blocks <= MOST_BLOCKS:
@@ -275,6 +269,7 @@ class ObjectTier(RemoteTier):
     period_s: ClassVar[float] = 10.0
     """Seconds between two records of a host that has `capacity_bytes`."""
     _settings: ObjectOptions
+    _client: Any  # an `ObjectClient`, whose library is an extra
 
     def __init__(self, settings: ObjectOptions) -> None:
         """Configure the tier; nothing is connected before `open`."""
@@ -298,22 +293,20 @@ class ObjectTier(RemoteTier):
         self._store = await env.io.run(Direction.METADATA, self._settings.open)
         self._description = asdict(replace(env.identity, generation=None))
         await super().open(env)
-        if self._settings.capacity_bytes is not None:
-            await self._keep_within(self._settings.capacity_bytes, env)
-
-    async def _keep_within(self, capacity_bytes: int, env: TierEnvironment) -> None:
-        settings, client = self._settings, cast("Any", self._client)
-        settings.check_capacity(env.identity.block_bytes or self._envelopes.block_bytes)
+        settings = self._settings
+        if settings.capacity_bytes is None:
+            return
+        settings.check_capacity(self._envelopes.block_bytes)
 
         def deleted(keys: Sequence[OffloadKey]) -> None:
             self._questions.deleted(keys)
             env.blocks_evicted(keys)
 
         self._bound = BucketBound(
-            client,
+            self._client,
             self._run_long,
             partial(env.io.run, Direction.METADATA),
-            capacity_bytes=capacity_bytes,
+            capacity_bytes=settings.capacity_bytes,
             size_of=self._envelopes.value_bytes,
             deleted=deleted,
             period_s=self.period_s,
@@ -373,8 +366,7 @@ class ObjectTier(RemoteTier):
     ) -> tuple[Sequence[OffloadKey], str | None]:
         """As `list_keys`; a block's age is that of its object, which a renewal rewrites."""
         self._opened()
-        client: Any = self._client
-        return await self._run_long(partial(client.list_older, cursor, count, age_s))
+        return await self._run_long(partial(self._client.list_older, cursor, count, age_s))
 
     def _create_client(self, namespace: str) -> RemoteClient:
         # Imported here because the library is an optional dependency.

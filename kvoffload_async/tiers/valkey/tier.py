@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar
 
 from kvoffload_async.abc.tier import TierEnvironment
 from kvoffload_async.errors import CorruptBlockError, TierError, TierFullError, Trouble
@@ -14,11 +14,6 @@ from kvoffload_async.tiers.remote.tier import RemoteTier
 from kvoffload_async.tiers.valkey.address import ValkeySettings
 
 logger = logging.getLogger(__name__)
-
-_NO_EVICTION: Final = (
-    "%s: its maxmemory-policy is noeviction, so no blocks are stored once its memory is full; set "
-    "it to allkeys-lru"
-)
 
 
 class ValkeyTier(RemoteTier):
@@ -54,10 +49,9 @@ class ValkeyTier(RemoteTier):
             self._bounds = await self._calls.run(client.read_bounds, deadline_s, may_retry=False)
         except TierError as error:
             logger.info("%s: its maxmemory is unknown: %s", self._location, error)
-        policies = {policy if max_bytes else "" for max_bytes, policy in self._bounds}
-        if "noeviction" in policies:
-            logger.warning(_NO_EVICTION, self._location)
-        if "" in policies:
+        if any(max_bytes and policy == "noeviction" for max_bytes, policy in self._bounds):
+            logger.warning("%s: maxmemory-policy is noeviction: set allkeys-lru", self._location)
+        if not all(max_bytes for max_bytes, _ in self._bounds):
             logger.info("%s: it has no maxmemory, so its memory is unbounded", self._location)
 
     def gauges(self) -> Mapping[str, float]:

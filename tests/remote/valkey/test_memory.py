@@ -17,7 +17,7 @@ def texts(caplog):
 
 @pytest.mark.parametrize(
     ("policy", "evicts", "text"),
-    [("allkeys-lru", True, None), ("noeviction", False, "its maxmemory-policy is noeviction")],
+    [("allkeys-lru", True, None), ("noeviction", False, "maxmemory-policy is noeviction")],
 )
 def test_a_bound_is_shown_and_a_server_that_does_not_evict_is_warned_of(
     own_server, caplog, policy, evicts, text
