@@ -407,12 +407,12 @@ class ObjectClient(RemoteClient):
 
     async def write_record(self, name: str, content: bytes) -> None:
         """Create or replace a record."""
-        await obstore.put_async(self._store, self._record_name(name), content, use_multipart=False)
+        path = self._record_name(name)
+        await obstore.put_async(self._store, path, content, use_multipart=False)
 
     async def discard_records(self, names: Sequence[str]) -> None:
         """Delete records, present or not."""
-        deletions = (self._delete(self._record_name(name)) for name in names)
-        await run_together(deletions, "object:delete")
+        await run_together(map(self._delete, map(self._record_name, names)), "object:delete")
 
     async def renew(self, keys: Sequence[OffloadKey]) -> None:
         """Rewrite each object, because a lifecycle rule counts its age from the last write.

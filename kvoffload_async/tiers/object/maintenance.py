@@ -411,10 +411,7 @@ class ObjectMaintenance(StoreMaintenance):
             elif verdict is Verdict.UNREADABLE:
                 yield Problem(f"unreadable: {item.name}: {reason}", item.name)
         async with asyncio.TaskGroup() as group:  # a page at once
-            removals = [
-                group.create_task(self._remove(item, reason, options, removed))
-                for item, reason in unwanted
-            ]
+            removals = [group.create_task(self._remove(*u, options, removed)) for u in unwanted]
         for removal in removals:
             yield removal.result()
 

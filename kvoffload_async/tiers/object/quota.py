@@ -230,11 +230,8 @@ class UseTable:
         """Apply a scan, and begin the next one; return the blocks that others have deleted."""
         listed = sorted(self._listed, key=lambda block: block.modified_s)
         present = {block.key: block.num_bytes for block in listed if block.key not in self._changed}
-        known = {
-            k: present.get(k, size)
-            for k, size in self._sizes.items()
-            if k in present or k in self._changed
-        }
+        kept = self._changed | present.keys()
+        known = {k: present.get(k, size) for k, size in self._sizes.items() if k in kept}
         gone = [key for key in self._sizes if key not in known]
         merged = {key: size for key, size in present.items() if key not in known} | known
         self._sizes = dict(islice(merged.items(), max(0, len(merged) - MOST_BLOCKS), None))
@@ -259,16 +256,11 @@ class UseTable:
 
 
 class Claim(NamedTuple):
-    """What a host has written, may have been told to write, and wants; totals in bytes."""
+    """Bytes that a host has written in all, those it may write unreported, and those wanted."""
 
     written_bytes: int
-    limit_bytes: int
+    open_bytes: int
     wanted_bytes: int
-
-    @property
-    def open_bytes(self) -> int:
-        """Bytes that it may write and has not reported."""
-        return max(0, self.limit_bytes - self.written_bytes)
 
 
 def allot(claims: Mapping[bytes, Claim], free_bytes: int, block_bytes: int) -> dict[bytes, int]:
@@ -317,14 +309,12 @@ class Leader:
 
     def take(self, record: Record) -> None:
         """Take a host's next record."""
-        before = self._records.get(record.host)
+        before = self._records.get(record.host) or Record(record.host, 1, 0, 0, 0, -1)
         for key in record.keys:
             self.table.use(key, self._size_of(key))
-        if before is not None and record.number <= before.number:
-            return
-        wanted = 0 if before is None else before.wanted_bytes
-        self._wanted[record.host] = max(wanted, record.wanted_bytes)
-        self._records[record.host] = record
+        if record.number > before.number:
+            self._wanted[record.host] = max(before.wanted_bytes, record.wanted_bytes)
+            self._records[record.host] = record
 
     def keep(self, hosts: Iterable[bytes]) -> None:
         """Forget all hosts but these."""
@@ -350,8 +340,9 @@ class Leader:
         if not self.table.is_complete:
             used = max(used, last.used_bytes)
         claims = {
-            h: Claim(r.written_bytes, max(r.limit_bytes, last.limits.get(h, 0)), self._wanted[h])
+            h: Claim(r.written_bytes, max(0, limit - r.written_bytes), self._wanted[h])
             for h, r in self._records.items()
+            for limit in (max(r.limit_bytes, last.limits.get(h, 0)),)
         }
         limits = allot(claims, min(bounds) - used, self._block_bytes)
         number = (last.number + 1) & _MOST_BYTES
