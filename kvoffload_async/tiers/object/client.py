@@ -33,6 +33,8 @@ from kvoffload_async.tiers.object.endpoints import (
     permitted_hosts,
     unencrypted_endpoint,
 )
+from kvoffload_async.tiers.object.quota import MOST_RECORD_BYTES, MOST_RECORDS, Listed
+from kvoffload_async.tiers.remote.calls import run_together
 from kvoffload_async.tiers.remote.client import (
     Parts,
     RefusedError,
@@ -59,6 +61,8 @@ if TYPE_CHECKING:
 NAMESPACE: Final = re.compile(r"[0-9a-f]{32}")
 RENEWALS: Final = "renewals"
 """Replaces the 3 digits in the name of a temporary copy, which renews an object's age."""
+RECORDS: Final = "records"
+"""Replaces the 3 digits in the name of a record of a host that bounds the namespace."""
 
 _DIGITS: Final = 3
 _BLOCK: Final = re.compile(r"([0-9a-f]{3})/([0-9a-f]+)_g(\d{1,10})")
@@ -337,20 +341,16 @@ class ObjectClient(RemoteClient):
         return True
 
     async def remove(self, keys: Sequence[OffloadKey]) -> None:
-        """Delete objects; without permission to delete, replace them with empty ones."""
-        for key in keys:
-            name = self._name(key)
-            try:
-                await obstore.delete_async(self._store, name)
-            except FileNotFoundError:
-                continue
-            except exceptions.BaseError as error:
-                if not isinstance(self._mapped(error), RefusedError):
-                    raise
-                found = await self._look_at(name)
-                is_there = found is not None and found["size"]
-                if found is not None and is_there and not await self._overwrite(name, found, b""):
-                    raise
+        """Delete objects, all at once; without permission, replace them with empty ones."""
+        await run_together(map(self._remove, keys), "object:delete")
+
+    async def _remove(self, key: OffloadKey) -> None:
+        name = self._name(key)
+        if await self._delete(name):
+            return
+        found = await self._look_at(name)
+        if found is not None and found["size"] and not await self._overwrite(name, found, b""):
+            raise RefusedError(f"{name}: may not be deleted, and is being written")
 
     async def list_keys(
         self, cursor: str | None, count: int
@@ -362,19 +362,26 @@ class ObjectClient(RemoteClient):
     ) -> tuple[list[OffloadKey], str | None]:
         """Return keys in the order of their objects' names; a cursor is the end of a name.
 
-        Empty objects count as absent. Names up to the cursor are ignored, so that a server that
-        does not begin behind it cannot have a listing repeated for ever.
+        Empty objects count as absent.
+        """
+        until_s = time.time() - age_s
+        blocks, _, following = await self.list_blocks(cursor, count)
+        return [block.key for block in blocks if block.modified_s <= until_s], following
+
+    async def list_blocks(
+        self, cursor: str | None, count: int
+    ) -> tuple[list[Listed], int, str | None]:
+        """Return blocks as `list_older` does, and the number of objects of others among them.
+
+        Names up to the cursor are ignored, so that a server that does not begin behind it cannot
+        have a listing repeated for ever.
         """
         prefix = f"{self._namespace}/"
         offset = None if cursor is None else prefix + cursor
-        until_s = time.time() - age_s
-        found: list[tuple[str, bool]] = []
+        found: list[tuple[str, int, float]] = []
         async for some in obstore.list(self._store, prefix, offset=offset, chunk_size=count):
             found += [
-                (
-                    meta["path"],
-                    bool(meta["size"]) and meta["last_modified"].timestamp() <= until_s,
-                )
+                (meta["path"], meta["size"], meta["last_modified"].timestamp())
                 for meta in some
                 if meta["path"] > (offset or "")
             ]
@@ -383,9 +390,42 @@ class ObjectClient(RemoteClient):
             elif len(found) >= count:
                 break
         found = sorted(found)[:count]
-        keys = [key_of_name(name, self._namespace) for name, is_listed in found if is_listed]
+        blocks, num_foreign = [], 0
+        for name, size, modified_s in found:
+            key = key_of_name(name, self._namespace)
+            if key is None:
+                num_foreign += not name.startswith((f"{prefix}{RENEWALS}/", f"{prefix}{RECORDS}/"))
+            elif size:
+                blocks.append(Listed(key, size, modified_s))
         following = found[-1][0].removeprefix(prefix) if len(found) == count else None
-        return [key for key in keys if key is not None], following
+        return blocks, num_foreign, following
+
+    async def list_records(self) -> list[tuple[str, float, str]]:
+        """Return name, time (seconds since 1970) and version of each record, within a bound."""
+        found: list[tuple[str, float, str]] = []
+        prefix = f"{self._namespace}/{RECORDS}/"
+        async for some in obstore.list(self._store, prefix):
+            for meta in some:
+                time_s = meta["last_modified"].timestamp()
+                name = meta["path"].removeprefix(prefix)
+                found.append((name, time_s, meta["e_tag"] or str(time_s)))
+            if len(found) >= MOST_RECORDS:
+                break
+        return found
+
+    async def read_record(self, name: str) -> bytes | None:
+        """Return a record, empty if it is too long; None if it does not exist."""
+        value = await self._get(self._record_name(name), MOST_RECORD_BYTES)
+        return None if value is None else bytes(value.data or b"")
+
+    async def write_record(self, name: str, content: bytes) -> None:
+        """Create or replace a record."""
+        path = self._record_name(name)
+        await obstore.put_async(self._store, path, content, use_multipart=False)
+
+    async def discard_records(self, names: Sequence[str]) -> None:
+        """Delete records, present or not."""
+        await run_together(map(self._delete, map(self._record_name, names)), "object:delete")
 
     async def renew(self, keys: Sequence[OffloadKey]) -> None:
         """Rewrite each object, because a lifecycle rule counts its age from the last write.
@@ -407,6 +447,8 @@ class ObjectClient(RemoteClient):
         return mapped
 
     def _mapped(self, error: Exception) -> TierError:  # noqa: PLR0911 - one per kind
+        if isinstance(error, TierError):
+            return error
         said, _, debugging = str(error)[:_MAX_JUDGED_CHARS].partition("Debug source:")
         text = text_of(error)
         signs = _NAMES.sub("", " ".join(said.split()))  # names may contain any words
@@ -434,6 +476,9 @@ class ObjectClient(RemoteClient):
 
     def _name(self, key: OffloadKey) -> str:
         return name_of(self._namespace, key)
+
+    def _record_name(self, name: str) -> str:
+        return f"{self._namespace}/{RECORDS}/{name}"
 
     async def _create(self, name: str, content: bytes | memoryview) -> TierError | None:
         """Store an object unless it exists; return the error or None."""
@@ -471,18 +516,20 @@ class ObjectClient(RemoteClient):
             await obstore.put_async(self._store, name, content, use_multipart=False)
         return True
 
-    async def _delete(self, name: str) -> None:
-        """Delete an object that is no longer needed."""
+    async def _delete(self, name: str) -> bool:
+        """Delete an object, present or not; return whether that is permitted."""
         try:
             await obstore.delete_async(self._store, name)
         except FileNotFoundError:
-            pass  # another host was first
+            pass
         except exceptions.BaseError as error:
             if not isinstance(self._mapped(error), RefusedError):
                 raise
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning(_NOT_DELETED)
+            return False
+        return True
 
     async def _look_at(self, name: str) -> ObjectMeta | None:
         """Return the object's metadata, or None if it does not exist."""

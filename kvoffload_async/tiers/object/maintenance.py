@@ -31,6 +31,7 @@ from kvoffload_async.tiers.files.digests import Hash, IntegrityKey, create_diges
 from kvoffload_async.tiers.files.maintenance import BadBlock, Verdict, Verification
 from kvoffload_async.tiers.object.client import (
     NAMESPACE,
+    RECORDS,
     RENEWALS,
     claim_library,
     description_name_of,
@@ -119,6 +120,7 @@ _NO_HEADER: Final = "its header is not that block's"
 _PREFIXES: Final = 1 << 12
 """Number of name prefixes (three hexadecimal digits), listed in order; for progress reports."""
 _PAGE_OBJECTS: Final = 64
+"""Objects listed, and deleted, at once."""
 _READS_AT_ONCE: Final = 8
 _PART_BYTES: Final = 4 << 20
 """Bytes of an object read and verified at a time: a verification holds a few dozen MiB, whatever
@@ -386,26 +388,32 @@ class ObjectMaintenance(StoreMaintenance):
         removed: Removed,
     ) -> AsyncGenerator[Finding, None]:
         rest: list[FoundObject] = []
+        unwanted: list[tuple[FoundObject, str]] = []
         for item in page:
             if item.key is None:
-                is_leftover = f"/{RENEWALS}/" in item.name or not item.size_bytes
+                folder = item.name.split("/")[1]
+                is_leftover = folder in {RENEWALS, RECORDS} or not item.size_bytes
                 if item.age_s >= options.older_than_s and (is_leftover or options.unknown_files):
                     removed.unknown_files += 1
-                    yield await self._remove(item, "not a block", options, removed)
+                    unwanted.append((item, "not a block"))
             elif options.max_age_s is not None and item.age_s >= options.max_age_s:
                 removed.expired_objects += 1
-                yield await self._remove(item, "too old", options, removed)
+                unwanted.append((item, "too old"))
             elif surplus_age_s is not None and item.age_s >= surplus_age_s:
                 removed.surplus_objects += 1
-                yield await self._remove(item, "too much", options, removed)
+                unwanted.append((item, "too much"))
             else:
                 rest.append(item)
         for item, verdict, reason in await self._verdicts(rest) if options.corrupt else ():
             if verdict is Verdict.CORRUPT:
                 removed.corrupt_objects += 1
-                yield await self._remove(item, reason, options, removed)
+                unwanted.append((item, reason))
             elif verdict is Verdict.UNREADABLE:
                 yield Problem(f"unreadable: {item.name}: {reason}", item.name)
+        async with asyncio.TaskGroup() as group:  # a page at once
+            removals = [group.create_task(self._remove(*u, options, removed)) for u in unwanted]
+        for removal in removals:
+            yield removal.result()
 
     async def _remove(
         self, item: FoundObject, reason: str, options: GcOptions, removed: Removed

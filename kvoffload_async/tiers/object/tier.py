@@ -20,17 +20,21 @@ from kvoffload_async.config import (
     or_none,
     parse_bool,
     parse_file,
+    parse_size_bytes,
     parse_url,
     shown,
 )
 from kvoffload_async.errors import (
     ConfigError,
     CorruptBlockError,
+    TierError,
     TierFullError,
     TierTimeoutError,
     Trouble,
 )
+from kvoffload_async.tiers.object.bound import BucketBound
 from kvoffload_async.tiers.object.endpoints import variables_of
+from kvoffload_async.tiers.object.quota import MOST_BLOCKS
 from kvoffload_async.tiers.remote.client import RemoteClient
 from kvoffload_async.tiers.remote.lookups import Lookups
 from kvoffload_async.tiers.remote.settings import (
@@ -41,8 +45,8 @@ from kvoffload_async.tiers.remote.settings import (
     ReplaceableFile,
     read_file,
 )
-from kvoffload_async.tiers.remote.tier import RemoteTier
-from kvoffload_async.types import OffloadKey
+from kvoffload_async.tiers.remote.tier import Portion, RemoteTier
+from kvoffload_async.types import JobMetadata, OffloadKey
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +132,10 @@ class ObjectOptions(RemoteSettings):
     ca_file: str | None = option(or_none(parse_file), None, key="tls_ca_file")
     """Absolute path of certificates that verify the server, in addition to the system's. Read
     again when the server has refused the tier."""
+    capacity_bytes: int | None = option(or_none(parse_size_bytes), None)
+    """Maximum bytes of the blocks of this layout in the bucket, such as "2TiB"; the hosts delete
+    the blocks that were not used for longest. Give all hosts the same, or the smallest holds. None:
+    the tier deletes nothing."""
     connections: int = option(at_least(1, MAX_CONNECTIONS), 256)
     """Maximum number of concurrent calls with payload, in each direction; each has one block.
     Connections are opened when needed."""
@@ -137,7 +145,20 @@ class ObjectOptions(RemoteSettings):
         settings = super().of(options, identity)
         given = [settings.store_options or {}, *map(variables_of, ("s3:", "gs:", "az:"))]
         secrets = [secret for some in given for secret in _secrets(some)]
+        settings.check_capacity(identity.block_bytes)
         return replace(settings, redact=Redactor(secrets))
+
+    def check_capacity(self, object_bytes: int) -> None:
+        """Check that an object fits, and that its bytes, if known, are not too few to count all."""
+        if not self.capacity_bytes or not object_bytes:
+            return
+        num_blocks = self.capacity_bytes // object_bytes
+        if not 0 < num_blocks <= MOST_BLOCKS:
+            raise ConfigError(
+                f"capacity_bytes: {self.capacity_bytes} has room for {num_blocks} blocks of "
+                f"{object_bytes} bytes; give room for 1 to {MOST_BLOCKS} blocks, or change their "
+                "size with blocks_per_chunk"
+            )
 
     def locations(self, identity: KVIdentity) -> list[TierLocation]:
         if self.url.startswith("file:"):  # opening it creates its directory
@@ -236,8 +257,8 @@ async def bisect_prefixes(
 class ObjectTier(RemoteTier):
     """Blocks as objects in S3, Google Cloud Storage or Azure, shared by all hosts that use it.
 
-    Credentials that are not configured come from the environment or from the machine's role. Only a
-    lifecycle rule of the bucket limits its size; see docs/howto/object.md.
+    Credentials that are not configured come from the environment or from the machine's role.
+    `capacity_bytes` or a lifecycle rule of the bucket limits its size; see docs/howto/object.md.
     """
 
     declares = ObjectOptions
@@ -245,20 +266,24 @@ class ObjectTier(RemoteTier):
     remedies: ClassVar = {
         **REMEDIES,
         CorruptBlockError: "not served; if this recurs, check the store: kvoffload store verify",
-        TierFullError: "no blocks are stored until there is space: raise the quota of the bucket, "
-        "or let a lifecycle rule delete old objects",
+        TierFullError: "no blocks are stored until there is space: raise capacity_bytes or the "
+        "quota of the bucket, or let a lifecycle rule delete old objects",
         Trouble.TOO_SLOW: "raise cpu_bytes_to_use, set write_back to wait, or make the tier "
         "faster: make blocks larger, or raise connections",
     }
 
     capabilities = replace(RemoteTier.capabilities, probes_prefixes=True, ages=True)
+    period_s: ClassVar[float] = 10.0
+    """Seconds between two records of a host that has `capacity_bytes`."""
     _settings: ObjectOptions
+    _client: Any  # an `ObjectClient`, whose library is an extra
 
     def __init__(self, settings: ObjectOptions) -> None:
         """Configure the tier; nothing is connected before `open`."""
         super().__init__(settings, settings.url)
         self._description: Mapping[str, Any] = {}
         self._store: Any = None  # the library's, whose module is an extra
+        self._bound: BucketBound | None = None
 
     @classmethod
     def maintenance(cls) -> type[StoreMaintenance]:
@@ -275,6 +300,53 @@ class ObjectTier(RemoteTier):
         self._store = await env.io.run(Direction.METADATA, self._settings.open)
         self._description = asdict(replace(env.identity, generation=None))
         await super().open(env)
+        settings = self._settings
+        if settings.capacity_bytes is None:
+            return
+        settings.check_capacity(self._envelopes.block_bytes)
+
+        def deleted(keys: Sequence[OffloadKey]) -> None:
+            self._questions.deleted(keys)
+            env.blocks_evicted(keys)
+
+        self._bound = BucketBound(
+            self._client,
+            self._run_long,
+            partial(env.io.run, Direction.METADATA),
+            capacity_bytes=settings.capacity_bytes,
+            size_of=self._envelopes.value_bytes,
+            deleted=deleted,
+            period_s=self.period_s,
+        )
+        self._on_close.push_async_callback(self._bound.close)
+        await self._bound.start(settings.call_timeout_s / 2)
+
+    def touch(self, keys: Sequence[OffloadKey]) -> None:
+        super().touch(keys)
+        if self._bound is not None:
+            self._bound.account.used(keys)
+
+    def gauges(self) -> Mapping[str, float]:
+        """As those of `RemoteTier`, with those of `capacity_bytes`."""
+        return {**super().gauges(), **({} if self._bound is None else self._bound.gauges())}
+
+    async def _store_portion(
+        self, job: JobMetadata, portion: Portion, deadline_s: float
+    ) -> dict[int, TierError]:
+        """Store the block of a portion; decline it if it would exceed `capacity_bytes`."""
+        if self._bound is None:
+            return await super()._store_portion(job, portion, deadline_s)
+        (i,) = portion
+        account, key = self._bound.account, job.keys[i]
+        num_bytes = self._envelopes.value_bytes(key)
+        if not account.admits(num_bytes):
+            return {i: TierFullError(f"{self._location}: capacity_bytes has no room yet")}
+        failures: dict[int, TierError] | None = None
+        try:
+            failures = await super()._store_portion(job, portion, deadline_s)
+        finally:
+            account.ended(key, num_bytes, is_written=failures == {})
+        return failures
 
     async def longest_prefixes(self, chains: Sequence[Sequence[OffloadKey]]) -> Sequence[int]:
         """Return the number of keys at the head of each chain that probably are stored.
@@ -308,10 +380,7 @@ class ObjectTier(RemoteTier):
     ) -> tuple[Sequence[OffloadKey], str | None]:
         """As `list_keys`; a block's age is that of its object, which a renewal rewrites."""
         self._opened()
-        client: Any = self._client
-        call = partial(client.list_older, cursor, count, age_s)
-        timeout_s = self._settings.job_timeout_s
-        return await self._calls.run(call, self._deadline(timeout_s), timeout_s=timeout_s)
+        return await self._run_long(partial(self._client.list_older, cursor, count, age_s))
 
     def _create_client(self, namespace: str) -> RemoteClient:
         # Imported here because the library is an optional dependency.

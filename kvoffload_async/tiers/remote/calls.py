@@ -70,9 +70,9 @@ class Together:
     def __init__(self, name: str) -> None:
         """Begin without tasks; `name` will be their name."""
         self._name = name
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[Any]] = []
 
-    def start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def start(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Start a task."""
         task = asyncio.get_running_loop().create_task(coroutine, name=self._name)
         self._tasks.append(task)
@@ -99,7 +99,7 @@ class Together:
             del tasks, task  # avoid a reference cycle of tasks, exceptions and frame
 
 
-async def run_together(coroutines: Iterable[Coroutine[Any, Any, None]], name: str) -> None:
+async def run_together(coroutines: Iterable[Coroutine[Any, Any, Any]], name: str) -> None:
     """Run coroutines as tasks of a `Together`; a single one runs in the caller's task."""
     waiting = list(coroutines)
     if len(waiting) == 1:

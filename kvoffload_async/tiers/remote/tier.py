@@ -308,9 +308,7 @@ class RemoteTier(AsyncTier):
             TierUnavailableError: The server failed recently, and still does not respond.
         """
         failures = await self._run_job(job, self._loads, self._load_portion)
-        if self._renewal is not None:
-            loaded = (key for i, key in enumerate(job.keys) if i not in failures)
-            self._renewal.used(loaded)
+        self.touch([key for i, key in enumerate(job.keys) if i not in failures])
         return failures
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
@@ -350,9 +348,7 @@ class RemoteTier(AsyncTier):
     ) -> tuple[Sequence[OffloadKey], str | None]:
         """Return some keys, in the store's order; a page may have fewer than `count`."""
         self._opened()
-        call = partial(self._client.list_keys, cursor, count)
-        timeout_s = self._settings.job_timeout_s
-        return await self._calls.run(call, self._deadline(timeout_s), timeout_s=timeout_s)
+        return await self._run_long(partial(self._client.list_keys, cursor, count))
 
     async def close(self) -> None:
         """Close all connections; idempotent."""
@@ -629,6 +625,11 @@ class RemoteTier(AsyncTier):
         """Redact the error of a block; blame its server alone if other servers work."""
         shown = type(error)(f"{self._client.location}: {self._settings.redact(error)}")
         return self._calls.fault_of(self._client.server_of(key), shown)
+
+    async def _run_long(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Run a call that may take as long as a job, such as a list request."""
+        timeout_s = self._settings.job_timeout_s
+        return await self._calls.run(call, self._deadline(timeout_s), timeout_s=timeout_s)
 
     def _deadline(self, seconds: float) -> float:
         return asyncio.get_running_loop().time() + seconds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -39,6 +40,11 @@ _MOST_WITNESSES: Final = 16
 _CONDEMNED_S: Final = 60.0
 _PROOF_MS: Final = 60_000
 """Lifetime of the key whose write proves that a node accepts writes."""
+
+_INFO_BYTES: Final = 64 << 10
+_MEMORY: Final = re.compile(
+    rb"^maxmemory:(\d{1,19})\r?$.*?^maxmemory_policy:([\w-]{1,32})\r?$", re.MULTILINE | re.DOTALL
+)
 
 _REMOVE_IF: Final = (
     "local value = redis.pcall('GETRANGE', KEYS[1], 0, ARGV[2]) "
@@ -215,6 +221,16 @@ class ValkeyClient(RemoteClient):
         self, cursor: str | None, count: int
     ) -> tuple[Sequence[OffloadKey], str | None]:
         return await list_page(self._nodes, self._prefix, cursor, count)
+
+    async def read_bounds(self) -> list[tuple[int, str]]:
+        """Return `maxmemory` (0: none) and `maxmemory-policy` of each server that reveals them."""
+        found: list[tuple[int, str]] = []
+        nodes: Sequence[Node | None] = self._nodes.owners or (None,)
+        for node in nodes:
+            (reply,) = await self._nodes.run(node, [("INFO", "memory")], most_bytes=_INFO_BYTES)
+            if isinstance(reply, bytes) and (match := _MEMORY.search(reply)):
+                found.append((int(match[1]), match[2].decode()))
+        return found
 
     def mapped(self, error: Exception) -> TierError:
         if isinstance(error, TierError):

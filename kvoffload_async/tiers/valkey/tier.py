@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
-from kvoffload_async.errors import CorruptBlockError, TierFullError, Trouble
+from kvoffload_async.abc.tier import TierEnvironment
+from kvoffload_async.errors import CorruptBlockError, TierError, TierFullError, Trouble
 from kvoffload_async.tiers.remote.client import RemoteClient
 from kvoffload_async.tiers.remote.settings import REMEDIES
 from kvoffload_async.tiers.remote.tier import RemoteTier
 from kvoffload_async.tiers.valkey.address import ValkeySettings
+
+logger = logging.getLogger(__name__)
 
 
 class ValkeyTier(RemoteTier):
@@ -34,6 +39,28 @@ class ValkeyTier(RemoteTier):
     def __init__(self, settings: ValkeySettings) -> None:
         """Configure the tier; nothing is connected before `open`."""
         super().__init__(settings, settings.address.shown)
+        self._bounds: Sequence[tuple[int, str]] = ()
+
+    async def open(self, env: TierEnvironment) -> None:
+        await super().open(env)
+        client: Any = self._client
+        try:
+            deadline_s = self._deadline(self._settings.probe_timeout_s)
+            self._bounds = await self._calls.run(client.read_bounds, deadline_s, may_retry=False)
+        except TierError as error:
+            logger.info("%s: its maxmemory is unknown: %s", self._location, error)
+        if any(max_bytes and policy == "noeviction" for max_bytes, policy in self._bounds):
+            logger.warning("%s: maxmemory-policy is noeviction: set allkeys-lru", self._location)
+        if not all(max_bytes for max_bytes, _ in self._bounds):
+            logger.info("%s: it has no maxmemory, so its memory is unbounded", self._location)
+
+    def gauges(self) -> Mapping[str, float]:
+        """As those of `RemoteTier`, with `maxmemory`, and whether all servers evict at it."""
+        figures = dict(super().gauges())
+        if self._bounds and all(max_bytes for max_bytes, _ in self._bounds):
+            figures["capacity_bytes"] = sum(max_bytes for max_bytes, _ in self._bounds)
+            figures["evicts"] = all(policy != "noeviction" for _, policy in self._bounds)
+        return figures
 
     def _create_client(self, namespace: str) -> RemoteClient:
         # Imported here because the library is an optional dependency.

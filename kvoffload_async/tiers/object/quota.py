@@ -1,0 +1,372 @@
+"""The bound that the hosts of a namespace keep together: records, last uses and grants; no I/O.
+
+Each host writes a *record* per period: the bytes that it has written, and the blocks that it has
+stored or used. One host, the *leader*, reads the records, deletes the blocks that were not used for
+longest, and writes the *word*: for each host the total of bytes up to which it may write. A total
+is absolute, so a host that reads it late or twice writes no more. A host without a word spends what
+it was granted, and then declines to store.
+
+The leader keeps the sum of the bytes used and of all bytes granted but not yet reported within the
+bound. All integers are little-endian.
+
+| bytes | record | word |
+|---|---|---|
+| 4 | `KVOR` | `KVOW` |
+| 2, 2 | version of the format, 1; zeros | the same |
+| 8 | host | leader |
+| 8 | its bound | bytes used |
+| 8 | bytes that it has written | the bound |
+| 8 | bytes up to which it may write | the largest bound of a host |
+| 8 | bytes that it wanted to write since the last record | number of the word |
+| 8 | number of the record | zeros |
+| 4 | number of keys | number of hosts |
+| each | 2 bytes: length, and the key | 8 bytes: host, 8 bytes: its total |
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any, Final, NamedTuple, Self
+
+from kvoffload_async.tables.keymap import LEAST_KEY_BYTES
+from kvoffload_async.types import OffloadKey
+
+VERSION: Final = 1
+HOST_BYTES: Final = 8
+MOST_HOSTS: Final = 1024
+MOST_BLOCKS: Final = 1 << 22
+"""Maximum blocks within a bound: the leader holds about 200 bytes for each."""
+MOST_KEYS: Final = 1 << 13
+"""Maximum keys of a record; half of them may be of blocks that were only used."""
+MOST_KEY_BYTES: Final = 120
+MOST_RECORD_BYTES: Final = 1 << 20
+RECORDS_A_HOST: Final = 4
+"""Records that exist of a host: each replaces the fourth before, which the leader has read."""
+MOST_RECORDS: Final = RECORDS_A_HOST * MOST_HOSTS
+FRESH_PERIODS: Final = 3
+"""Age in periods up to which a record shows that its host is alive, and a word its leader."""
+
+_RECORD: Final = b"KVOR"
+_WORD: Final = b"KVOW"
+_HEAD: Final = struct.Struct("<4sHH8s5QI")
+_LENGTH: Final = struct.Struct("<H")
+_LIMIT: Final = struct.Struct("<8sQ")
+_MOST_BYTES: Final = (1 << 64) - 1
+_AHEAD: Final = 2
+"""Periods of a host's demand that it is granted: it reads a word that answers a record, and spends
+the grant, until the word that answers the next record."""
+_LEAST_AHEAD, _MOST_AHEAD = 1 / 32, 1 / 4
+"""Parts of the bound: the least that is free for sudden demand, and the most that is freed."""
+
+
+class Record(NamedTuple):
+    """The report of one host about one period; see the module."""
+
+    host: bytes
+    capacity_bytes: int
+    written_bytes: int
+    limit_bytes: int
+    wanted_bytes: int
+    number: int
+    keys: tuple[OffloadKey, ...] = ()
+
+    def encode(self) -> bytes:
+        """Return the record as bytes."""
+        head = _HEAD.pack(_RECORD, VERSION, 0, *self[:-1], len(self.keys))
+        return head + b"".join(_LENGTH.pack(len(key)) + key for key in self.keys)
+
+    @classmethod
+    def parse(cls, data: bytes) -> Self | None:
+        """Return the record; None if it is invalid or of another version."""
+        if (head := _head_of(data, _RECORD)) is None:
+            return None
+        keys: list[OffloadKey] = []
+        at = _HEAD.size
+        while at + _LENGTH.size <= len(data) and len(keys) < MOST_KEYS:
+            (length,) = _LENGTH.unpack_from(data, at)
+            at += _LENGTH.size + length
+            if not LEAST_KEY_BYTES <= length <= MOST_KEY_BYTES:
+                return None
+            keys.append(OffloadKey(data[at - length : at]))
+        *fields, count = head
+        record = cls._make((*fields, tuple(keys)))
+        return record if (at, len(keys)) == (len(data), count) and record.capacity_bytes else None
+
+
+class Word(NamedTuple):
+    """What a leader has announced; see the module."""
+
+    leader: bytes
+    used_bytes: int
+    bound_bytes: int
+    largest_bytes: int
+    number: int
+    limits: Mapping[bytes, int]
+
+    def encode(self) -> bytes:
+        """Return the word as bytes."""
+        head = _HEAD.pack(_WORD, VERSION, 0, *self[:-1], 0, len(self.limits))
+        return head + b"".join(_LIMIT.pack(*item) for item in self.limits.items())
+
+    @classmethod
+    def parse(cls, data: bytes) -> Self | None:
+        """Return the word; None if it is invalid or of another version."""
+        head = _head_of(data, _WORD)
+        if head is None or len(data) != _HEAD.size + min(head[-1], MOST_HOSTS) * _LIMIT.size:
+            return None
+        return cls._make((*head[:5], dict(_LIMIT.iter_unpack(data[_HEAD.size :]))))
+
+
+def _head_of(data: bytes, magic: bytes) -> tuple[Any, ...] | None:
+    if len(data) < _HEAD.size:
+        return None
+    found, version, zeros, *fields = _HEAD.unpack_from(data)
+    return tuple(fields) if (found, version, zeros) == (magic, VERSION, 0) else None
+
+
+class Account:
+    """What one host has written and may write.
+
+    Not thread-safe.
+
+    Attributes:
+        limit_bytes: Total of bytes up to which it may write.
+        declined: Number of blocks that it declined to store.
+    """
+
+    def __init__(self, host: bytes, capacity_bytes: int) -> None:
+        """Begin without a grant.
+
+        Args:
+            host: Identifies the host; 8 bytes.
+            capacity_bytes: The bound that is configured here.
+        """
+        self.host = host
+        self.capacity_bytes = capacity_bytes
+        self.limit_bytes = self.declined = 0
+        self._begun_bytes = self._written_bytes = self._wanted_bytes = self._number = 0
+        self._keys: dict[OffloadKey, None] = {}
+
+    def admits(self, num_bytes: int) -> bool:
+        """Return whether a block may be written now; if so, `ended` follows."""
+        self._wanted_bytes += num_bytes
+        if self._begun_bytes + num_bytes > self.limit_bytes or len(self._keys) >= MOST_KEYS:
+            self.declined += 1
+            return False
+        self._begun_bytes += num_bytes
+        return True
+
+    def ended(self, key: OffloadKey, num_bytes: int, *, is_written: bool) -> None:
+        """Record the end of an admitted write."""
+        if not is_written:
+            self._begun_bytes -= num_bytes
+            return
+        self._written_bytes += num_bytes
+        self._keys[key] = None  # beyond MOST_KEYS only by writes that were under way
+
+    def used(self, keys: Iterable[OffloadKey]) -> None:
+        """Record uses; those beyond half of a record are dropped."""
+        for key in islice(keys, max(0, MOST_KEYS // 2 - len(self._keys))):
+            self._keys.pop(key, None)
+            self._keys[key] = None
+
+    def record(self) -> Record:
+        """Return a report about all since the last one for which `sent` was called."""
+        self._number += 1
+        numbers = self._written_bytes, self.limit_bytes, self._wanted_bytes, self._number
+        keys = tuple(islice(self._keys, MOST_KEYS))
+        return Record(self.host, self.capacity_bytes, *numbers, keys)
+
+    def sent(self, record: Record) -> None:
+        """Leave what a report says out of the next one."""
+        self._wanted_bytes -= record.wanted_bytes
+        for key in record.keys:
+            self._keys.pop(key, None)
+
+
+class Listed(NamedTuple):
+    """A block's object as the store lists it: key, bytes, and seconds since 1970."""
+
+    key: OffloadKey
+    num_bytes: int
+    modified_s: float
+
+
+class UseTable:
+    """The blocks of a namespace in the order of their last use, at most `MOST_BLOCKS`.
+
+    It follows from the records, and from repeated scans: lists of all objects. A scan adds blocks
+    that no record named, as the oldest, and removes those that others have deleted.
+
+    Attributes:
+        used_bytes: Their bytes.
+        is_complete: Whether a scan has ended.
+    """
+
+    def __init__(self) -> None:
+        """Create an empty table."""
+        self.used_bytes = 0
+        self.is_complete = False
+        self._sizes: dict[OffloadKey, int] = {}
+        self._listed: list[Listed] = []
+        self._changed: set[OffloadKey] = set()
+        """Blocks used or deleted since the scan began: about them the table knows better."""
+
+    def use(self, key: OffloadKey, num_bytes: int) -> None:
+        """Record a use of a block, which has this size unless its size is known."""
+        if key in self._sizes or len(self._sizes) < MOST_BLOCKS:
+            size = self._sizes.pop(key, 0)
+            self.used_bytes += 0 if size else num_bytes
+            self._sizes[key] = size or num_bytes
+            self._changed.add(key)
+
+    def listed(self, blocks: Iterable[Listed]) -> None:
+        """Take a part of a scan."""
+        self._listed += islice(blocks, max(0, MOST_BLOCKS - len(self._listed)))
+
+    def end_scan(self) -> list[OffloadKey]:
+        """Apply a scan, and begin the next one; return the blocks that others have deleted."""
+        listed = sorted(self._listed, key=lambda block: block.modified_s)
+        present = {block.key: block.num_bytes for block in listed if block.key not in self._changed}
+        kept = self._changed | present.keys()
+        known = {k: present.get(k, size) for k, size in self._sizes.items() if k in kept}
+        gone = [key for key in self._sizes if key not in known]
+        merged = {key: size for key, size in present.items() if key not in known} | known
+        self._sizes = dict(islice(merged.items(), max(0, len(merged) - MOST_BLOCKS), None))
+        self.used_bytes = sum(self._sizes.values())
+        self._listed, self._changed, self.is_complete = [], set(), True
+        return gone
+
+    def oldest(self, target_bytes: int) -> Iterator[OffloadKey]:
+        """Return the blocks to delete, oldest use first, until at most `target_bytes` are used."""
+        left = self.used_bytes - target_bytes
+        for key, size in self._sizes.items():
+            if left <= 0:
+                return
+            left -= size
+            yield key
+
+    def deleted(self, keys: Iterable[OffloadKey]) -> None:
+        """Record that blocks were deleted."""
+        for key in keys:
+            self.used_bytes -= self._sizes.pop(key, 0)
+            self._changed.add(key)
+
+
+class Claim(NamedTuple):
+    """Bytes that a host has written in all, those it may write unreported, and those wanted."""
+
+    written_bytes: int
+    open_bytes: int
+    wanted_bytes: int
+
+
+def allot(claims: Mapping[bytes, Claim], free_bytes: int, block_bytes: int) -> dict[bytes, int]:
+    """Return each host's new limit.
+
+    Whichever of their limits they obey, the former or the new one, hosts may write `free_bytes` in
+    all, or what they might by the former ones if that is more.
+
+    Args:
+        claims: Hosts and their claims.
+        free_bytes: Bytes of the bound that are not used.
+        block_bytes: Bytes of a block; each host wants at least one.
+    """
+    wanted = {host: _AHEAD * claim.wanted_bytes + block_bytes for host, claim in claims.items()}
+    spare = max(0, free_bytes - sum(wanted.values())) // (2 * max(1, len(claims)))
+    raises = {h: max(0, wanted[h] + spare - claim.open_bytes) for h, claim in claims.items()}
+    unbound = max(0, free_bytes - sum(claim.open_bytes for claim in claims.values()))
+    total = max(1, sum(raises.values()))
+    granted = {
+        h: min(wanted[h] + spare, claim.open_bytes) + raises[h] * min(unbound, total) // total
+        for h, claim in claims.items()
+    }
+    return {h: min(claims[h].written_bytes + granted[h], _MOST_BYTES) for h in claims}
+
+
+class Leader:
+    """The decisions of the leader. Not thread-safe.
+
+    Attributes:
+        table: Last uses.
+    """
+
+    def __init__(self, last: Word | None, size_of: Callable[[OffloadKey], int]) -> None:
+        """Take over.
+
+        Args:
+            last: The last word, whose limits hosts may still obey.
+            size_of: Returns the bytes of a block's object.
+        """
+        self.table = UseTable()
+        self._last = last
+        self._size_of = size_of
+        self._records: dict[bytes, Record] = {}
+        self._wanted: dict[bytes, int] = {}
+        """What each host wanted in its last record, or in the one before if that was more."""
+
+    def take(self, record: Record) -> None:
+        """Take a host's next record."""
+        before = self._records.get(record.host) or Record(record.host, 1, 0, 0, 0, -1)
+        for key in record.keys:
+            self.table.use(key, self._size_of(key))
+        if record.number > before.number:
+            self._wanted[record.host] = max(before.wanted_bytes, record.wanted_bytes)
+            self._records[record.host] = record
+
+    def keep(self, hosts: Iterable[bytes]) -> None:
+        """Forget all hosts but these."""
+        alive = frozenset(hosts)
+        self._records = {host: r for host, r in self._records.items() if host in alive}
+
+    @property
+    def target_bytes(self) -> int:
+        """Bytes down to which blocks are deleted, so that hosts can write until the next time."""
+        wanted = sum(_AHEAD * self._wanted[host] + self._block_bytes for host in self._records)
+        bound = min(record.capacity_bytes for record in self._records.values())
+        most = max(int(_MOST_AHEAD * bound), self._block_bytes * len(self._records))
+        return max(0, bound - min(max(wanted, int(_LEAST_AHEAD * bound)), most))
+
+    def word(self, host: bytes) -> Word:
+        """Return the next word of this leader.
+
+        Until a scan has ended, the bytes used are those of the last word.
+        """
+        bounds = [record.capacity_bytes for record in self._records.values()]
+        last = self._last or Word(host, min(bounds), 0, 0, 0, {})
+        used = min(self.table.used_bytes, _MOST_BYTES)
+        if not self.table.is_complete:
+            used = max(used, last.used_bytes)
+        claims = {
+            h: Claim(r.written_bytes, max(0, limit - r.written_bytes), self._wanted[h])
+            for h, r in self._records.items()
+            for limit in (max(r.limit_bytes, last.limits.get(h, 0)),)
+        }
+        limits = allot(claims, min(bounds) - used, self._block_bytes)
+        number = (last.number + 1) & _MOST_BYTES
+        self._last = Word(host, used, min(bounds), max(bounds), number, limits)
+        return self._last
+
+    @property
+    def _block_bytes(self) -> int:
+        return self._size_of(OffloadKey(bytes(LEAST_KEY_BYTES)))
+
+
+def fresh_hosts(
+    modified_s: Mapping[bytes, float], word_s: float, period_s: float
+) -> tuple[set[bytes], bytes | None]:
+    """Return the hosts that are alive, and the one of them to lead now; None: there is a leader.
+
+    Their records are about as young as the newest one; at most `MOST_HOSTS`, the youngest.
+
+    Args:
+        modified_s: Host -> time of its newest record, by the store's clock.
+        word_s: Time of the word, or -inf.
+        period_s: Seconds between the records of a host.
+    """
+    since_s = max(modified_s.values(), default=0.0) - FRESH_PERIODS * period_s
+    hosts = sorted(modified_s, key=lambda host: -modified_s[host])[:MOST_HOSTS]
+    fresh = {host for host in hosts if modified_s[host] >= since_s}
+    return fresh, None if word_s >= since_s else min(fresh, default=None)
