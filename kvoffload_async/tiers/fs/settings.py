@@ -64,6 +64,11 @@ class FsSettings(DiskSettings):
             raise ConfigError(
                 f"low_watermark: {low} is above high_watermark={high}; it must not be"
             )
+        if settings.trust_vllm_directory and common.name_key_files is not None:
+            raise ConfigError(
+                "trust_vllm_directory: does not go with name_key_file, because vLLM's own tier "
+                "does not seal names; leave one of them out"
+            )
         settings.check_verifies(str(verify), does=verify is not Verify.OFF)
         loads = common.read_threads(waits_for_device=WAITS_FOR_DEVICE)
         return replace(
