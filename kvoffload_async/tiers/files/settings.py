@@ -25,6 +25,7 @@ from kvoffload_async.registry import check_tier_policy, create_policy
 from kvoffload_async.tiers.files.digests import IntegrityKey, read_key_file
 from kvoffload_async.tiers.files.modes import Modes
 from kvoffload_async.tiers.files.ops import FileOps
+from kvoffload_async.tiers.files.sealing import EncryptionKeys, parse_encryption_keys
 from kvoffload_async.types import Locality
 
 
@@ -47,6 +48,24 @@ class IntegrityOptions(TierSettings):
     )
     """Absolute path of a file with the key of the blocks' checksums. With a key the tier serves
     only blocks whose checksum was made with it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SealingOptions(IntegrityOptions):
+    """The options of a tier that verifies blocks and can encrypt them."""
+
+    encryption_keys: EncryptionKeys | None = option(
+        or_none(parse_encryption_keys), None, key="encryption_key_file"
+    )
+    """Absolute path of a file with the key that blocks are encrypted with, or a list of paths: the
+    first key encrypts, and all decrypt. The tier serves only blocks encrypted with one of them."""
+
+    def __post_init__(self) -> None:
+        if self.encryption_keys is not None and self.integrity_key is not None:
+            raise ConfigError(
+                "integrity_key_file: does not go with encryption_key_file, which also detects "
+                "every change; leave one of them out"
+            )
 
 
 _OCTAL: Final = re.compile(r"(?:0o)?[0-7]{3,5}")
