@@ -149,8 +149,10 @@ class _SealedEnvironment:
         """Announce the blocks that `open` has found or evicted; later ones are posted at once."""
         while self._first:
             post, names = self._first.pop(0)
-            open_all = self._names.opened_map if isinstance(names, KeyMap) else self._names.opened
-            post(await self.io.run(Direction.METADATA, partial(open_all, names)))
+            if isinstance(names, KeyMap):
+                post(await self.io.run(Direction.METADATA, partial(self._names.opened_map, names)))
+            else:
+                post(await self.io.run(Direction.METADATA, partial(self._names.opened, names)))
         self._first = None
 
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from sealed_names import SealedConformance, key_file, sealing
 
 from kvoffload_async.testing import TierConformance
 from kvoffload_async.tiers.mooncake.tier import MooncakeTier
@@ -39,3 +40,9 @@ class TestMooncakeTierOverAMadeUpLibrary(TierConformance):
 
     def damage(self, tier, key):
         return self.fake.damage(tier, key)
+
+
+class TestMooncakeTierWithSealedNames(SealedConformance, TestMooncakeTierOverAMadeUpLibrary):
+    @pytest.fixture
+    def tier(self, fake, tmp_path):
+        return sealing(fake.tier, [key_file(tmp_path)])

@@ -2,6 +2,7 @@
 
 import pytest
 from remote.object.tiers import damage, tier_on
+from sealed_names import SealedConformance, key_file, sealing
 
 from kvoffload_async.testing import TierConformance
 from kvoffload_async.tiers.object.tier import ObjectOptions
@@ -31,3 +32,10 @@ class TestObjectTierOnS3(TestObjectTierInADirectory):
     @pytest.fixture
     def connection(self, server, prefix):
         return server.connection(prefix)
+
+
+class TestObjectTierWithSealedNames(SealedConformance, TestObjectTierInADirectory):
+    @pytest.fixture
+    def tier(self, connection, tmp_path):
+        self.connection = connection
+        return sealing(lambda: tier_on(connection), [key_file(tmp_path)])
