@@ -1,6 +1,7 @@
 """The option `name_key_file` of every tier."""
 
 import hashlib
+import sys
 
 import pytest
 from sealed_names import TEXT, key_file
@@ -72,7 +73,7 @@ def test_files_of_1000_prompts_tell_neither_keys_nor_hashes(kind, view, tmp_path
 
 @pytest.mark.parametrize("value", [TEXT, "", 7, [], ["/a"] * 5, [7]])
 def test_what_is_no_list_of_paths_is_refused_and_not_shown(kind, view, tmp_path, value):
-    with pytest.raises(ConfigError, match="^name_key_file: ") as raised:
+    with pytest.raises(ConfigError, match=r"^name_key_file: ") as raised:
         create(kind, tmp_path / "root", view, name_key_file=value)
     assert TEXT not in str(raised.value)
     assert not (tmp_path / "root").exists(), "nothing is touched before everything is checked"
@@ -89,7 +90,7 @@ def test_files_that_everybody_may_read_or_that_are_too_short_are_refused(kind, v
 
 
 def test_a_directory_that_vllm_shares_has_no_sealed_names(view, tmp_path):
-    with pytest.raises(ConfigError, match="^trust_vllm_directory: does not go with name_key_file"):
+    with pytest.raises(ConfigError, match=r"^trust_vllm_directory: does not go with name_key_file"):
         create(
             "fs",
             tmp_path / "root",
@@ -100,6 +101,6 @@ def test_a_directory_that_vllm_shares_has_no_sealed_names(view, tmp_path):
 
 
 def test_without_the_library_the_extra_is_named(kind, view, tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "cryptography.exceptions", None)
+    monkeypatch.setitem(sys.modules, "cryptography.exceptions", None)
     with pytest.raises(ConfigError, match=r"^name_key_file: needs .*kvoffload-async\[encryption\]"):
         create(kind, tmp_path / "root", view, name_key_file=key_file(tmp_path))

@@ -21,8 +21,8 @@ OTHER = "another secret to seal names with"
 class Recording(ExampleTier):
     """Records the keys that it gets."""
 
-    def __init__(self, capacity_blocks=1024):
-        super().__init__(capacity_blocks=capacity_blocks)
+    def __init__(self):
+        super().__init__()
         self.seen = []
         self.heard = []
 
