@@ -30,7 +30,7 @@ _SIV_KEY_BYTES: Final = 64
 _TAG_BYTES: Final = 16
 _GROUP_BYTES: Final = 4
 _CACHED_NAMES: Final = 16_384
-_KEYS_A_PIECE: Final = 256
+_KEYS_AT_ONCE: Final = 256
 """Keys that are sealed before the loop runs other work: less than a millisecond."""
 
 
@@ -56,7 +56,7 @@ class NameKeys:
     Attributes:
         id: Identifies the first key without revealing it.
         numbers: The positions of the keys.
-        foreign_names: Number of names seen that no key opens.
+        unknown_names: Number of names seen that no key opens.
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
@@ -78,7 +78,7 @@ class NameKeys:
             raise ConfigError(f"{_OPTION}: two of the files have the same key; give each key once")
         self.id = keys[0].id.hex()
         self.numbers = range(len(keys))
-        self.foreign_names = 0
+        self.unknown_names = 0
         self._invalid = InvalidTag
         self._ciphers = [AESSIV(key.siv_key()) for key in keys]
         # A block is looked up, moved and touched in turn.
@@ -96,14 +96,14 @@ class NameKeys:
         """Return the keys behind names; names of others are skipped and counted."""
         found = list(map(self._open, names))
         keys = [key for key in found if key is not None]
-        self.foreign_names += len(found) - len(keys)
+        self.unknown_names += len(found) - len(keys)
         return keys
 
     def opened_map(self, names: KeyMap) -> KeyMap:
         """Like `opened`, for all blocks of a store; the integers are 0."""
         keys, rest = KeyMap(len(names)), iter(names)
-        while piece := list(islice(rest, _KEYS_A_PIECE)):
-            keys.update(self.opened(piece), repeat(0))
+        while some := list(islice(rest, _KEYS_AT_ONCE)):
+            keys.update(self.opened(some), repeat(0))
         return keys
 
     def _open(self, name: OffloadKey) -> OffloadKey | None:
@@ -268,8 +268,8 @@ class SealedNames(AsyncTier):
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         if self._is_open:
-            self._tier.touch(list(self._names.sealed(0, keys[:_KEYS_A_PIECE])))
-            if rest := keys[_KEYS_A_PIECE:]:
+            self._tier.touch(list(self._names.sealed(0, keys[:_KEYS_AT_ONCE])))
+            if rest := keys[_KEYS_AT_ONCE:]:
                 asyncio.get_running_loop().call_soon(self.touch, rest)
 
     def pin(self, keys: Sequence[OffloadKey]) -> None:
@@ -285,7 +285,7 @@ class SealedNames(AsyncTier):
             self._tier.discard(list(self._names.sealed(number, keys)))
 
     def gauges(self) -> Mapping[str, float]:
-        return {**self._tier.gauges(), "foreign_names": self._names.foreign_names}
+        return {**self._tier.gauges(), "unknown_names": self._names.unknown_names}
 
     def describe(self) -> str:
         return f"{self._tier.describe()}, names sealed with key {self._names.id}"
@@ -295,8 +295,8 @@ class SealedNames(AsyncTier):
     ) -> dict[OffloadKey, OffloadKey]:
         """Return keys by their names, as `NameKeys.sealed`; the loop runs in between."""
         names: dict[OffloadKey, OffloadKey] = {}
-        for first in range(0, len(keys), _KEYS_A_PIECE):
+        for first in range(0, len(keys), _KEYS_AT_ONCE):
             if first:
                 await asyncio.sleep(0)
-            names |= self._names.sealed(number, keys[first : first + _KEYS_A_PIECE])
+            names |= self._names.sealed(number, keys[first : first + _KEYS_AT_ONCE])
         return names

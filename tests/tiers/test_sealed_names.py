@@ -132,7 +132,7 @@ def test_a_changed_name_is_skipped_and_counted(paths, change):
     sealed = bytearray(next(iter(names.sealed(0, [K[0]]))))
     sealed[change] ^= 1
     assert names.opened([bytes(sealed), b"short", b"x" * 20, K[1]]) == []
-    assert names.foreign_names == 4
+    assert names.unknown_names == 4
 
 
 def test_blocks_of_older_name_keys_are_found_and_loaded(rotated, paths):
@@ -161,7 +161,7 @@ def test_announcements_have_keys_and_strangers_names_are_counted(rotated):
     assert rotated.announced() == {K[0], K[2]}
     rotated.on_loop(lambda: tier._tier.env.blocks_evicted(names[:1]))
     assert rotated.announced() == {K[2]}
-    assert tier.gauges()["foreign_names"] == 1
+    assert tier.gauges()["unknown_names"] == 1
 
 
 class Found(Recording):
@@ -184,7 +184,7 @@ def test_announcements_of_the_opening_are_opened_in_order(paths):
 
     with TierHarness(sealing(Here, paths[:1])()) as harness:
         assert harness.announced() == set(K) - {K[1]}
-        assert harness.tier.gauges()["foreign_names"] == 1
+        assert harness.tier.gauges()["unknown_names"] == 1
 
 
 def test_many_touches_reach_the_tier_in_order_and_in_pieces(harness):
