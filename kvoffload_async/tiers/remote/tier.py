@@ -251,7 +251,9 @@ class RemoteTier(AsyncTier):
         """
         settings = self._settings
         row_bytes = env.kv_view.nbytes // len(env.kv_view)
-        self._envelopes = Envelopes(env.identity.digest, row_bytes, settings.integrity_key)
+        self._envelopes = Envelopes(
+            env.identity.digest, row_bytes, settings.integrity_key, settings.encryption_keys
+        )
         self._client = self._create_client(self._envelopes.namespace)
         self._on_close.push_async_callback(self._client.close)
         self._loads, self._stores = self._limited(int(_MEMORY_PART * env.kv_view.nbytes))
@@ -479,8 +481,8 @@ class RemoteTier(AsyncTier):
             outcomes = await self._calls.run(put, deadline_s, server=server)
         finally:
             if self._client.is_in_place:
-                for _, row in values:
-                    row.release()
+                for *_, body in values:
+                    body.release()
         exist = [isinstance(error, ValueExistsError) for error in outcomes]
         self._counters.present_blocks += sum(exist)
         sizes = map(self._envelopes.value_bytes, missing)
@@ -506,7 +508,8 @@ class RemoteTier(AsyncTier):
             self._counters.read_again += len(corrupt)
             for i in corrupt:
                 del failures[i]
-            failures_again, corrupt = await self._read(job, list(corrupt), deadline_s)
+            again = await self._read(job, list(corrupt), deadline_s, keeps_values=True)
+            failures_again, corrupt = again
             failures |= failures_again
         for i, value in corrupt.items():
             self._counters.corrupt += 1
@@ -520,21 +523,34 @@ class RemoteTier(AsyncTier):
         return failures
 
     async def _read(
-        self, job: JobMetadata, indices: Portion, deadline_s: float
+        self,
+        job: JobMetadata,
+        indices: Portion,
+        deadline_s: float,
+        *,
+        keeps_values: bool = False,
     ) -> tuple[dict[int, TierError], dict[int, Value]]:
-        """Read blocks into their slots; return all failures, and the values of corrupt blocks."""
+        """Read blocks into their slots; return all failures, and the values of corrupt blocks.
+
+        Values in rows, where they may be decrypted, are copied first if `keeps_values`.
+        """
         keys, slots = job.keys, job.block_ids
         rows = np.asarray(self._opened().kv_view)
         targets = {i: self._envelopes.target(keys[i], rows[slots[i]]) for i in indices}
         del rows
         try:
-            return await self._read_into(targets, keys, deadline_s)
+            return await self._read_into(targets, keys, deadline_s, keeps_values=keeps_values)
         finally:
             for target in targets.values():
                 target.release()
 
     async def _read_into(
-        self, targets: Mapping[int, Target], keys: Sequence[OffloadKey], deadline_s: float
+        self,
+        targets: Mapping[int, Target],
+        keys: Sequence[OffloadKey],
+        deadline_s: float,
+        *,
+        keeps_values: bool,
     ) -> tuple[dict[int, TierError], dict[int, Value]]:
         wanted = [keys[i] for i in targets]
         get = partial(self._client.get, wanted, list(targets.values()))
@@ -557,13 +573,13 @@ class RemoteTier(AsyncTier):
 
         def verify() -> None:
             for i, value in tuple(values.items()):
-                error = self._envelopes.verify(keys[i], targets[i], value.data)
-                if error is None:
-                    del values[i]  # now: the longer it lives, the more fresh pages others need
-                    continue
-                failures[i] = error
-                if value.data is None:  # the row is used again
+                if keeps_values and value.data is None:
                     values[i] = replace(value, data=targets[i].copy())
+                error = self._envelopes.verify(keys[i], targets[i], value.data)
+                if not isinstance(error, CorruptBlockError):
+                    del values[i]  # now: the longer it lives, the more fresh pages others need
+                if error is not None:
+                    failures[i] = error
 
         await self._in_thread(Direction.LOAD, verify)
         return failures, values
