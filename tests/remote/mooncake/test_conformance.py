@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from remote.tampering import KEYS
 from sealed_names import SealedConformance, key_file, sealing
 
 from kvoffload_async.testing import TierConformance
@@ -46,3 +47,9 @@ class TestMooncakeTierWithSealedNames(SealedConformance, TestMooncakeTierOverAMa
     @pytest.fixture
     def tier(self, fake, tmp_path):
         return sealing(fake.tier, [key_file(tmp_path)])
+
+
+class TestMooncakeTierWithEncryption(TestMooncakeTierOverAMadeUpLibrary):
+    @pytest.fixture
+    def tier(self, fake):
+        return lambda: fake.tier(encryption_keys=KEYS[:1])

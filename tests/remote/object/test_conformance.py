@@ -2,6 +2,7 @@
 
 import pytest
 from remote.object.tiers import damage, tier_on
+from remote.tampering import KEYS
 from sealed_names import SealedConformance, key_file, sealing
 
 from kvoffload_async.testing import TierConformance
@@ -39,3 +40,10 @@ class TestObjectTierWithSealedNames(SealedConformance, TestObjectTierInADirector
     def tier(self, connection, tmp_path):
         self.connection = connection
         return sealing(lambda: tier_on(connection), [key_file(tmp_path)])
+
+
+class TestObjectTierWithEncryption(TestObjectTierInADirectory):
+    @pytest.fixture
+    def tier(self, connection):
+        self.connection = connection
+        return lambda: tier_on(connection, encryption_keys=KEYS[:1])

@@ -1,6 +1,7 @@
 """The `valkey` tier meets the whole contract, on a real server."""
 
 import pytest
+from remote.tampering import KEYS
 from remote.valkey.tiers import damage, tier_at
 from sealed_names import SealedConformance, key_file, sealing
 
@@ -35,3 +36,9 @@ class TestValkeyTierWithSealedNames(SealedConformance, TestValkeyTier):
     @pytest.fixture
     def tier(self, server, tmp_path):
         return sealing(lambda: tier_at(server.url()), [key_file(tmp_path)])
+
+
+class TestValkeyTierWithEncryption(TestValkeyTier):
+    @pytest.fixture
+    def tier(self, server):
+        return lambda: tier_at(server.url(), encryption_keys=KEYS[:1])
