@@ -223,14 +223,15 @@ class Envelopes:
         value[:offset] = np.frombuffer(self._header(key, proof), dtype=np.uint8)
         return value
 
-    def parts(self, key: OffloadKey, row: Bytes) -> Parts:
-        """Encode a block: its header, and its row. Releases the GIL.
+    def parts(self, key: OffloadKey, row: Bytes, into: memoryview | None = None) -> Parts:
+        """Encode a block without copying it: its header, and its row. Releases the GIL.
 
-        An encrypted block is in one part, in new memory; others are not copied.
+        An encrypted block is not in its row, but `into` other memory, which is required.
         """
-        if self.is_sealed:
-            return (self.wrap(key, row).data,)
-        return memoryview(self._header(key, self._digest(key, row.data))), row.data
+        if into is None:
+            return memoryview(self._header(key, self._digest(key, row.data))), row.data
+        proof = self._sealer.seal(key, row.data, into, self._fixed(key))
+        return memoryview(self._header(key, proof)), into
 
     def target(self, key: OffloadKey, row: Bytes) -> Target:
         """Return the memory for a block's value."""
@@ -405,7 +406,7 @@ class RemoteClient(ABC):
     ) -> Sequence[TierError | None]:
         """Store values that do not exist yet; return for each value its error or None.
 
-        Each value has one part, unless `is_in_place`.
+        Each value has one part, or a header and a block if `is_in_place`.
 
         A value that exists is a `ValueExistsError` if the server may have refused it unread.
         """
