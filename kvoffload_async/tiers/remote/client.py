@@ -1,5 +1,11 @@
 """The encoding of a block as one value, and the interface to a client library.
 
+A value is a header and the block. The header has, little-endian: `KVOB`, version (2 bytes), flags
+(2; 1: with a key), its length (4), the key's (4), the block's (8), layout (16); in version 1
+checksum (16) and id of the integrity key (8), in version 2 the seal (see `sealing`); the block's
+key, and zeros up to a multiple of 64. In version 2 the block is encrypted, for the purpose
+`remote 2`, with the fields before the seal as header and the layout in hexadecimal digits.
+
 All calls are idempotent.
 """
 

@@ -58,6 +58,18 @@ def test_of_many_tampered_strings_none_is_served(server):
         assert harness.tier.gauges()["unremoved"] == 0
 
 
+def test_the_memory_to_encrypt_in_is_used_again(server):
+    with opened(server) as harness:
+        for first in (0, 16, 32):
+            assert harness.store(K[first : first + 16]) == {}
+            assert harness.tier.gauges()["staging_bytes"] == 16 * BLOCK
+        harness.tier._staged = type(harness.tier._staged)(maxlen=4)
+        assert harness.store(K[48:]) == {}
+        assert harness.tier.gauges()["staging_bytes"] == 4 * BLOCK
+        assert harness.load(K) == {}
+    assert harness.tier.gauges()["staging_bytes"] == 0
+
+
 def test_a_corrupt_string_is_removed_although_its_row_was_decrypted(server):
     with opened(server) as harness, server.client() as client:
         harness.store(K[:2])
