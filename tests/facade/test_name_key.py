@@ -43,12 +43,14 @@ def view():
 
 def told_in(text, secrets):
     """Return those secrets of which the first 8 bytes are somewhere in a text."""
-    firsts = np.array([np.frombuffer(secret[:8], dtype=np.uint64)[0] for secret in secrets])
-    found = np.zeros(len(secrets), dtype=bool)
+    firsts = {int.from_bytes(secret[:8], "little"): secret for secret in secrets}
+    known = np.array(sorted(firsts), dtype=np.uint64)
+    found = set()
     for begin in range(8):
-        count = (len(text) - begin) // 8
-        found |= np.isin(firsts, np.frombuffer(text, np.uint64, count, begin))
-    return [secret for secret, is_found in zip(secrets, found, strict=True) if is_found]
+        windows = np.frombuffer(text, np.uint64, (len(text) - begin) // 8, begin)
+        at = np.searchsorted(known, windows) % len(known)
+        found.update(windows[known[at] == windows].tolist())
+    return [firsts[first] for first in sorted(found)]
 
 
 def create(kind, root, view, **options):
