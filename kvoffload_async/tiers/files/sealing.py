@@ -180,18 +180,25 @@ class Sealer:
         """Return new parameters to seal a block; `header` is authenticated, too."""
         return self._sealing(self._writes + _nonces.take(), key, header)
 
+    def has_key(self, seal: bytes) -> bool:
+        """Return whether a seal has the id of a key that is given here; the first other is logged.
+
+        A seal of a wrong length has none.
+        """
+        if len(seal) == SEAL_BYTES and seal[:KEY_ID_BYTES] in self._keys:
+            return True
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "encryption_key_file: blocks are sealed with a key that is not given (id %s); "
+                "they are not served",
+                seal[:KEY_ID_BYTES].hex(),
+            )
+        return False
+
     def opening(self, key: bytes, seal: bytes, header: bytes = b"") -> Sealing | None:
-        """Return the parameters to open a block; None if no key here has its seal's id."""
-        if len(seal) != SEAL_BYTES or seal[:KEY_ID_BYTES] not in self._keys:
-            if not self._has_warned:
-                self._has_warned = True
-                logger.warning(
-                    "encryption_key_file: blocks are sealed with a key that is not given (id %s); "
-                    "they are not served",
-                    seal[:KEY_ID_BYTES].hex(),
-                )
-            return None
-        return self._sealing(seal[:-TAG_BYTES], key, header)
+        """Return the parameters to open a block; None if its key is not given here."""
+        return self._sealing(seal[:-TAG_BYTES], key, header) if self.has_key(seal) else None
 
     def seal(self, key: bytes, data: memoryview, into: memoryview, header: bytes = b"") -> bytes:
         """Encrypt a block into other memory of the same length, and return its seal."""

@@ -49,6 +49,11 @@ class IntegrityOptions(TierSettings):
     """Absolute path of a file with the key of the blocks' checksums. With a key the tier serves
     only blocks whose checksum was made with it."""
 
+    @property
+    def key_option(self) -> str | None:
+        """The option with a key, without which no block is served; None if there is none."""
+        return None if self.integrity_key is None else "integrity_key_file"
+
 
 @dataclass(frozen=True, kw_only=True)
 class SealingOptions(IntegrityOptions):
@@ -66,6 +71,10 @@ class SealingOptions(IntegrityOptions):
                 "integrity_key_file: does not go with encryption_key_file, which also detects "
                 "every change; leave one of them out"
             )
+
+    @property
+    def key_option(self) -> str | None:
+        return super().key_option if self.encryption_keys is None else "encryption_key_file"
 
 
 _OCTAL: Final = re.compile(r"(?:0o)?[0-7]{3,5}")
@@ -125,10 +134,10 @@ class DiskSettings(IntegrityOptions):
         return create_policy(self.eviction_policy, capacity_blocks)
 
     def check_verifies(self, verify: str, *, does: bool) -> None:
-        """Raise ConfigError if a tier with an integrity key does not verify all blocks it loads."""
-        if self.integrity_key is not None and not does:
+        """Raise ConfigError if a tier with a key does not verify all blocks it loads."""
+        if self.key_option is not None and not does:
             raise ConfigError(
-                f"verify: {verify!r} does not go with integrity_key_file: the tier would serve "
+                f"verify: {verify!r} does not go with {self.key_option}: the tier would serve "
                 "blocks that anybody may have made; leave one of them out"
             )
 
