@@ -284,7 +284,7 @@ class Envelopes:
             return error
         if target.header != self._header(key, proof):
             return CorruptBlockError(f"{block_text(key)}: wrong header")
-        if self._sealer.opening(key, proof, fixed) is None:
+        if not self._sealer.has_key(proof):
             return BlockMissingError(f"{block_text(key)} is encrypted with another key")
         if not self._sealer.open_into(key, proof, target.row, fixed):
             return CorruptBlockError(f"{block_text(key)}: its encryption is not valid")
