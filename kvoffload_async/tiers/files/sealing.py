@@ -185,7 +185,9 @@ class Sealer:
 
         A seal of a wrong length has none.
         """
-        if len(seal) == SEAL_BYTES and seal[:KEY_ID_BYTES] in self._keys:
+        if len(seal) != SEAL_BYTES:
+            return False
+        if seal[:KEY_ID_BYTES] in self._keys:
             return True
         if not self._has_warned:
             self._has_warned = True
