@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, NoReturn, Protocol
 
 import xxhash
 
+from kvoffload_async.block_io.contract import Cipher
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.tiers.files.ops import read_given
 from kvoffload_async.types import OffloadKey
@@ -139,10 +140,15 @@ class BlockDigester:
     """
 
     is_keyed: ClassVar[bool] = False
-    """Whether the checksums are keyed with an integrity key."""
+    """Whether the checksums are made with a key."""
 
     def __init__(self, layout: str) -> None:
         self.prefix = layout.encode() + b"\0"
+
+    @property
+    def cipher(self) -> Cipher | None:
+        """Encrypts the blocks, where checksums come from that."""
+        return None
 
     def digest(self, key: OffloadKey, data: memoryview) -> bytes:
         """Return the checksum of a block, `DIGEST_BYTES` long."""

@@ -185,7 +185,9 @@ class Sealer:
 
         A seal of a wrong length has none.
         """
-        if len(seal) == SEAL_BYTES and seal[:KEY_ID_BYTES] in self._keys:
+        if len(seal) != SEAL_BYTES:
+            return False
+        if seal[:KEY_ID_BYTES] in self._keys:
             return True
         if not self._has_warned:
             self._has_warned = True
@@ -209,10 +211,18 @@ class Sealer:
         encryptor.finalize()
         return sealing.begin + encryptor.tag
 
-    def open_into(self, key: bytes, seal: bytes, data: memoryview, header: bytes = b"") -> bool:
-        """Decrypt a block in place, and return whether it is valid; wipe the memory if not.
+    def open_into(
+        self,
+        key: bytes,
+        seal: bytes,
+        data: memoryview,
+        header: bytes = b"",
+        *,
+        source: memoryview | None = None,
+    ) -> bool:
+        """Decrypt a block, in place or from `source`; return whether it is valid.
 
-        Memory with a block that is not valid would hold bytes that others may have chosen.
+        If not, the memory is wiped: it would hold bytes that others may have chosen.
         """
         from cryptography.exceptions import InvalidTag  # noqa: PLC0415 - an extra
 
@@ -220,7 +230,7 @@ class Sealer:
             decryptor = self._cipher(sealing).decryptor()
             decryptor.authenticate_additional_data(sealing.associated)
             try:
-                decryptor.update_into(data, data)
+                decryptor.update_into(data if source is None else source, data)
                 decryptor.finalize_with_tag(seal[-TAG_BYTES:])
             except InvalidTag:
                 pass

@@ -73,6 +73,11 @@ class SealingOptions(IntegrityOptions):
             )
 
     @property
+    def is_encrypted(self) -> bool:
+        """Whether blocks are encrypted."""
+        return self.encryption_keys is not None
+
+    @property
     def key_option(self) -> str | None:
         return super().key_option if self.encryption_keys is None else "encryption_key_file"
 

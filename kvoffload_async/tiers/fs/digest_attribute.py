@@ -99,7 +99,7 @@ class SealedAttributes(AttributeDigester):
         return self.prefix + self._sealer.seal(key, data, into), into
 
     def matches(self, key: OffloadKey, value: bytes, data: memoryview) -> bool:
-        return self._sealer.open_into(key, value[len(self.prefix) :], data)
+        return self._sealer.open_into(key, value.removeprefix(self.prefix), data)
 
     def origin_of(self, value: bytes) -> Origin:
         origin = super().origin_of(value)
