@@ -41,7 +41,7 @@ def view():
     assert buffer.release()
 
 
-def told_in(text, secrets):
+def found_in(text, secrets):
     """Return those secrets of which the first 8 bytes are somewhere in a text."""
     firsts = {int.from_bytes(secret[:8], "little"): secret for secret in secrets}
     known = np.array(sorted(firsts), dtype=np.uint64)
@@ -83,9 +83,9 @@ def test_files_and_logs_of_1000_prompts_tell_neither_keys_nor_hashes(kind, view,
         str(file).encode() + (file.read_bytes() if file.is_file() else b"")
         for file in sorted(root.rglob("*"))
     )
-    assert not told_in(told, [*keys, *(key.hex().encode() for key in keys)])
+    assert not found_in(told, [*keys, *(key.hex().encode() for key in keys)])
     assert TEXT.encode() not in told
-    assert told_in(told + keys[7], keys) == [keys[7]]
+    assert found_in(told + keys[7], keys) == [keys[7]]
     again = create(kind, root, view, name_key_file=[path])
     (result,) = run(again, keys[750:], is_promotion=True, job_id=1)
     assert result.success
@@ -122,8 +122,8 @@ def test_an_object_store_with_both_keys_has_nothing_of_1000_prompts(view, tmp_pa
         str(file).encode() + (file.read_bytes() if file.is_file() else b"")
         for file in sorted(root.rglob("*"))
     )
-    assert not told_in(told, [*keys, *(key.hex().encode() for key in keys)])
-    assert not told_in(told, [content.tobytes() for content in contents])
+    assert not found_in(told, [*keys, *(key.hex().encode() for key in keys)])
+    assert not found_in(told, [content.tobytes() for content in contents])
 
 
 def test_the_owners_thread_seals_and_opens_nothing(kind, view, tmp_path, monkeypatch):
