@@ -42,6 +42,7 @@ _MAX_EXPLAINED: Final = 100_000
 """Maximum number of timelines kept; each takes up to 30 KiB."""
 _MAX_SOCKET_PATH_BYTES: Final = 107
 """Maximum path length of a `sockaddr_un`."""
+_MOST_FILES: Final = 4
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
@@ -289,6 +290,14 @@ def parse_file(value: object, key: str) -> str:
     if not isinstance(path, str) or not Path(path).is_absolute() or not _is_path(path):
         raise ConfigError(f"{key}: it must be the absolute path of a file")
     return path
+
+
+def parse_files(value: object, key: str) -> tuple[str, ...]:
+    """Return the absolute paths of one file or of a list of them; raises as `parse_file`."""
+    paths = value if isinstance(value, list | tuple) else (value,)
+    if not 0 < len(paths) <= _MOST_FILES:
+        raise ConfigError(f"{key}: a list of {len(paths)} paths; give 1 to {_MOST_FILES}")
+    return tuple(parse_file(path, key) for path in paths)
 
 
 def parse_socket_path(value: object, key: str) -> str:
@@ -589,6 +598,10 @@ class TierOptions(Options):
     """Separates blocks from those of other namespaces."""
     rank: int = option(at_least(0), 0)
     """Rank of the engine, if several engines have different bytes under the same key."""
+    name_key_files: tuple[str, ...] | None = option(or_none(parse_files), None, key="name_key_file")
+    """Absolute path of a file with the key that the names of blocks are sealed with, or a list of
+    up to 4 paths: the first key names new blocks, and blocks are looked for under each. Engines
+    share blocks only if they have the same key."""
     run_config: Mapping[str, Any] | None = option(or_none(parse_run_config), None)
     """Everything that the layout of a block's bytes depends on; by default the engine's geometry
     and the slot size. `model`, `fingerprint` and `namespace` are added to it."""

@@ -84,7 +84,7 @@ def create_block_io(
     Args:
         env: The tier's environment; its buffer is held until the `BlockIo` is closed.
         calls: System calls, used by Python threads.
-        digests: Computes checksums. With an integrity key, Python threads copy the blocks.
+        digests: Computes checksums. With a key, Python threads copy the blocks.
         slot_bytes: Distance between rows in a file.
         threads: Number of threads that copy bytes.
         piece_bytes: Approximate bytes that one Python thread copies at a time.

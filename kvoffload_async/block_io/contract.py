@@ -13,6 +13,9 @@ from kvoffload_async.types import OffloadKey
 ENDED_EARLY: Final = -1
 """Instead of an errno: the file ended early."""
 
+NOT_DECRYPTED: Final = -2
+"""Instead of an errno: the block could not be decrypted."""
+
 DIGEST_BYTES: Final = 16
 
 FILE_WRITTEN: Final = 0
@@ -39,7 +42,7 @@ class Moved(NamedTuple):
     """Result of copying a batch of blocks.
 
     Attributes:
-        errors: Index of each failed block -> its errno, or `ENDED_EARLY`.
+        errors: Index of each failed block -> its errno, `ENDED_EARLY` or `NOT_DECRYPTED`.
         digests: Concatenated checksums, undefined for failed blocks. Empty if not requested.
     """
 
@@ -137,13 +140,36 @@ class StoredFiles(NamedTuple):
     disk_bytes: Sequence[int]
 
 
+class Cipher(Protocol):
+    """Encrypts and decrypts blocks between rows and slots. Thread: any.
+
+    Attributes:
+        tail_bytes: Bytes of a slot behind the block that the cipher uses.
+    """
+
+    @property
+    def tail_bytes(self) -> int: ...
+
+    def encrypt(self, key: OffloadKey, row: memoryview, slot: memoryview, /) -> bytes:
+        """Encrypt a row into a slot, and return the checksum, `DIGEST_BYTES` long."""
+        ...
+
+    def decrypt(self, key: OffloadKey, slot: memoryview, row: memoryview, /) -> bytes | None:
+        """Decrypt a slot into a row, and return the checksum; None if invalid, the row wiped."""
+        ...
+
+
 class BlockDigests(Protocol):
     """Computes the checksums of blocks. Thread: any.
 
     Attributes:
         is_keyed: Whether they are made with an integrity key.
         prefix: Hashed before the block's key to compute the seed of an unkeyed checksum.
+        cipher: Encrypts the blocks; None: they are not encrypted.
     """
+
+    @property
+    def cipher(self) -> Cipher | None: ...
 
     @property
     def is_keyed(self) -> bool: ...

@@ -8,7 +8,7 @@ import errno
 import mmap
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, Final, NamedTuple
 
 import numpy as np
@@ -17,8 +17,10 @@ from kvoffload_async.abc.tier import Direction, IoRunner
 from kvoffload_async.block_io.contract import (
     DIGEST_BYTES,
     ENDED_EARLY,
+    NOT_DECRYPTED,
     BlockDigests,
     BlockIo,
+    Cipher,
     FileCalls,
     Moved,
     Run,
@@ -63,7 +65,8 @@ class PythonBlockIo(BlockIo):
         """Map the rows of `kv_view`; see `create_block_io`."""
         self._io = io
         self._digests = digests
-        self._mover = _Mover(calls, kv_view, slot_bytes)
+        tail_bytes = 0 if digests.cipher is None else digests.cipher.tail_bytes
+        self._mover = _Mover(calls, kv_view, slot_bytes, tail_bytes)
         self._threads = threads
         self._part_slots = max(1, piece_bytes // slot_bytes)
         self._num_under_way = 0
@@ -185,10 +188,14 @@ class _Batch:
     def _move(self, start: int, run: Run) -> None:
         stop = start + run.length
         rows = self._mover.rows(self._numbers[start:stop])
+        cipher = self._digester.cipher
+        encode = None if cipher is None else self._coder(cipher, start)
         if self._is_store:
             self._hash(start, rows)  # first, so that the write finds the bytes in the CPU cache
         try:
-            whole = self._mover.move(run, rows, is_write=self._is_store, is_direct=self._is_direct)
+            whole = self._mover.move(
+                run, rows, encode, is_write=self._is_store, is_direct=self._is_direct
+            )
         except OSError as error:
             code = errno.EIO if error.errno is None else error.errno
             self.errors.update(dict.fromkeys(range(start, stop), code))
@@ -198,9 +205,31 @@ class _Batch:
             self._hash(start, rows[:whole])
 
     def _hash(self, start: int, rows: Sequence[memoryview]) -> None:
-        if self._keys is not None:
+        if self._keys is not None and self._digester.cipher is None:
             part = slice(start, start + len(rows))
             self.digests[part] = self._digester.digests(self._keys[part], rows)
+
+    def _coder(self, cipher: Cipher, start: int) -> Stage:
+        """Return what encrypts rows into slots, or decrypts them, and notes the checksums."""
+        keys = self._keys
+        if keys is None:
+            raise ValueError("encrypted blocks need their keys")
+
+        def encrypt(index: int, slot: memoryview, row: memoryview) -> None:
+            self.digests[start + index] = cipher.encrypt(keys[start + index], row, slot)
+
+        def decrypt(index: int, slot: memoryview, row: memoryview) -> None:
+            digest = cipher.decrypt(keys[start + index], slot, row)
+            if digest is None:
+                self.errors[start + index] = NOT_DECRYPTED
+            else:
+                self.digests[start + index] = digest
+
+        return encrypt if self._is_store else decrypt
+
+
+Stage = Callable[[int, memoryview, memoryview], None]
+"""Fills a slot from a row, or the other way round; also gets the row's index in the run."""
 
 
 def _parts(runs: Sequence[Run], size: int, slot_bytes: int) -> Iterator[_Part]:
@@ -232,9 +261,12 @@ class _Mover:
         is_aligned: Whether rows can be passed to O_DIRECT calls directly.
     """
 
-    def __init__(self, calls: FileCalls, kv_view: memoryview, slot_bytes: int) -> None:
+    def __init__(
+        self, calls: FileCalls, kv_view: memoryview, slot_bytes: int, tail_bytes: int
+    ) -> None:
         self.slot_bytes = slot_bytes
         self._row_bytes = kv_view.nbytes // len(kv_view)
+        self._stored_bytes = self._row_bytes + tail_bytes
         self._calls = calls
         self._flat = kv_view.cast("B", (kv_view.nbytes,))
         self._pad = memoryview(bytearray(slot_bytes - self._row_bytes))
@@ -252,13 +284,23 @@ class _Mover:
         flat, size = self._flat, self._row_bytes
         return [flat[number * size : (number + 1) * size] for number in numbers]
 
-    def move(self, run: Run, rows: list[memoryview], *, is_write: bool, is_direct: bool) -> int:
+    def move(
+        self,
+        run: Run,
+        rows: list[memoryview],
+        encode: Stage | None,
+        *,
+        is_write: bool,
+        is_direct: bool,
+    ) -> int:
         """Write or read the rows of one run; return the number of complete blocks.
+
+        With `encode`, blocks go through staging memory.
 
         Raises:
             OSError: A call failed; after a read, no row is valid.
         """
-        if not is_direct or self.is_aligned:
+        if encode is None and (not is_direct or self.is_aligned):
             buffers = rows
             if self._pad:
                 buffers = [buffer for row in rows for buffer in (row, self._pad)]
@@ -266,25 +308,25 @@ class _Mover:
         size_bytes = len(rows) * self.slot_bytes
         with self._borrowed(size_bytes) as memory:
             if is_write:
-                self._stage(memory, rows, is_write=True)
+                self._stage(memory, rows, encode or _fill_slot)
             with memoryview(memory) as whole, whole[:size_bytes] as staged:
                 count = self._whole(rows, self._transfer(run, [staged], is_write=is_write))
             if not is_write:
-                self._stage(memory, rows[:count], is_write=False)
+                self._stage(memory, rows[:count], encode or _fill_row)
             return count
 
     def _whole(self, rows: Sequence[memoryview], done_bytes: int) -> int:
         """Return the number of complete blocks in a transfer's bytes; the last needs no padding."""
         slot_bytes = self.slot_bytes
-        return min(len(rows), (done_bytes + slot_bytes - self._row_bytes) // slot_bytes)
+        return min(len(rows), (done_bytes + slot_bytes - self._stored_bytes) // slot_bytes)
 
-    def _stage(self, memory: mmap.mmap, rows: Sequence[memoryview], *, is_write: bool) -> None:
-        """Copy rows to their slots in borrowed memory, or back; numpy releases the GIL."""
-        for index, view in enumerate(rows):
-            row = np.frombuffer(view, dtype=np.uint8)
-            slot = np.frombuffer(memory, np.uint8, len(view), index * self.slot_bytes)
-            source, target = (row, slot) if is_write else (slot, row)
-            np.copyto(target, source)
+    def _stage(self, memory: mmap.mmap, rows: Sequence[memoryview], stage: Stage) -> None:
+        """Fill the slots in borrowed memory from rows, or the other way round."""
+        with memoryview(memory) as whole:
+            for index, row in enumerate(rows):
+                begin = index * self.slot_bytes
+                with whole[begin : begin + self.slot_bytes] as slot:
+                    stage(index, slot, row)
 
     @contextlib.contextmanager
     def _borrowed(self, size_bytes: int) -> Iterator[mmap.mmap]:
@@ -320,6 +362,14 @@ class _Mover:
                     return done
                 part = _behind(part, moved)
         return done
+
+
+def _fill_slot(_: int, slot: memoryview, row: memoryview) -> None:
+    np.copyto(np.asarray(slot[: len(row)]), np.asarray(row))  # releases the GIL
+
+
+def _fill_row(_: int, slot: memoryview, row: memoryview) -> None:
+    np.copyto(np.asarray(row), np.asarray(slot[: len(row)]))
 
 
 def _address_of(view: memoryview) -> int:

@@ -550,7 +550,7 @@ class PluggedTiers:
         """Call a hook of each tier on the loop, after all effects handed over before."""
         for port in ports:
             with suppress(ClosedError):  # the loop has ended, and the tiers with it
-                self._runner.call_soon(getattr(port.manager.tier, hook), tuple(keys))
+                self._runner.call_soon(getattr(port.manager.link.tier, hook), tuple(keys))
 
     def _advance(self, lookup: _Lookup, now_s: float) -> bool:
         """Continue a lookup, tier by tier; return False if it must wait for a probe."""

@@ -32,6 +32,7 @@ from kvoffload_async.runtime.lifetime import Closing, guard_forks
 from kvoffload_async.runtime.loop import LoopThread
 from kvoffload_async.statistics import TierStatistics
 from kvoffload_async.tables.keymap import LEAST_KEY_BYTES, MAX_KEY_BYTES, require_keys
+from kvoffload_async.tiers._sealed_names import NameKeys, SealedNames
 from kvoffload_async.tiers.example import ExampleTier
 from kvoffload_async.tiers.fs.tier import FsTier
 from kvoffload_async.tiers.slab.tier import SlabTier
@@ -187,12 +188,14 @@ class SecondaryTierManager:
             arguments = arguments_for(self.tier_class, options)
             tier = self.tier_class.from_options(arguments, identity)
         self.tier = tier
+        if common.name_key_files is not None:
+            tier = SealedNames(tier, NameKeys(common.name_key_files))
         self.medium = tier.capabilities.medium
         self.locality = tier.capabilities.locality
         self.backpressure_detector = common.backpressure_detector
         self.io_timeout_s = common.io_timeout_s
         self._close_timeout_s = common.close_timeout_s
-        state = create_state(tier_type, tier, common, shape[1])
+        state = create_state(tier_type, self.tier, common, shape[1])
         able = tier.capabilities
         state.deletes, state.lists, state.ages = able.deletes, able.lists, able.ages
         bridge: Bridge | None = common.runtime or getattr(offloading_spec, "runtime", None)
@@ -257,6 +260,8 @@ class SecondaryTierManager:
         cls, options: Mapping[str, Any], identity: KVIdentity
     ) -> Iterable[TierLocation]:
         """Check the tier's options, without side effects; see `AsyncTier.check_options`."""
+        if (key_files := cls.common_options(options).name_key_files) is not None:
+            NameKeys(key_files)
         if cls.tier_class is None:
             return ()
         return cls.tier_class.check_options(arguments_for(cls.tier_class, options), identity)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from facade import gated_tiers
 from facade.gated_tiers import DEADLINE_S, new_gates
+from sealed_names import key_file
 
 from kvoffload_async.abc.tier import CloseReport
 from kvoffload_async.errors import (
@@ -25,6 +26,7 @@ from kvoffload_async.facade.plugged import MOST_LOOKUPS, PluggedTiers
 from kvoffload_async.facade.tier_factory import check_tiers
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.testing.harness import key_of
+from kvoffload_async.tiers._sealed_names import NameKeys
 from kvoffload_async.types import as_block_ids
 
 SLOTS, SLOT_BYTES = 64, 4096
@@ -251,6 +253,20 @@ def test_pins_are_counted_and_expire(plug, rows, monkeypatch):
     assert (seen.calls[6][0], {*seen.calls[6][1:]}) == ("unpin", {one, three})
     assert not plugged._pins_of
     assert not plugged._pins
+
+
+def test_pins_reach_a_tier_under_sealed_names(plug, tmp_path, monkeypatch):
+    capable = replace(gated_tiers.GatedTier.capabilities, pins=True, discards=True)
+    monkeypatch.setattr(gated_tiers.GatedTier, "capabilities", capable)
+    path = key_file(tmp_path)
+    plugged = plug({**GATED, "name_key_file": path})
+    seen = Seen(plugged, monkeypatch)
+    (one,) = ks(1)
+    (name,) = NameKeys([path]).sealed(0, [one])
+    plugged.pin([one], 60.0)
+    plugged.unpin([one])
+    assert not plugged.discard([one])
+    seen.wait_for(("pin", name), ("unpin", name), ("discard", name))
 
 
 def test_a_tier_without_pins_is_not_asked(plug, monkeypatch):

@@ -2,6 +2,7 @@ from typing import ClassVar
 
 import pytest
 from fs.directories import KIB, FsDirectory
+from sealed_names import SealedConformance, key_file, sealing
 
 from kvoffload_async.testing import TierConformance
 from kvoffload_async.testing.harness import key_of
@@ -45,6 +46,14 @@ class TestFsTierThatRequiresChecksums(FsConformance):
 
 class TestFsTierWithDirectIoAndArc(FsConformance):
     options: ClassVar[dict] = {"capacity_bytes": 1024 * KIB, "policy": "arc", "direct_io": True}
+
+
+class TestFsTierWithSealedNames(SealedConformance, FsConformance):
+    options: ClassVar[dict] = {"capacity_bytes": 1024 * KIB}
+
+    @pytest.fixture
+    def tier(self, directory, tmp_path):
+        return sealing(lambda: directory.tier(**self.options), [key_file(tmp_path)])
 
 
 def test_a_stored_block_survives_beside_a_tier_that_does_not_verify(directory):

@@ -83,7 +83,7 @@ def test_without_the_key_such_a_block_is_a_miss_and_its_file_stays(directory, le
     for other in (keyless(directory), files(directory, OTHER), directory.files(verify="required")):
         failure = load_key(other, A)
         assert isinstance(failure.error, BlockMissingError)
-        assert "integrity key" in str(failure.error)
+        assert "tier's key" in str(failure.error)
         assert failure.freed_bytes is None
     assert directory.path(A).exists()
 

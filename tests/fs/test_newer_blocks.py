@@ -13,7 +13,7 @@ from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE
 from kvoffload_async.tiers.fs.operations import StoreStatus
 
 A, B = key_of(0), key_of(1)
-NEWER = [b"\x03", b"\x03" + bytes(16), b"\x03" + bytes(24), b"\xff" + bytes(60)]
+NEWER = [b"\x04", b"\x04" + bytes(16), b"\x04" + bytes(24), b"\xff" + bytes(60)]
 DAMAGED = [b"", b"\x00" + bytes(16), b"\x01" + bytes(15), b"\x02" + bytes(16), b"\x01" + bytes(16)]
 
 

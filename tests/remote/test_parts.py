@@ -176,9 +176,9 @@ def test_a_value_says_what_it_is():
     assert header.payload_offset % 64 == 0
     assert header.payload_offset + header.payload_bytes == len(value)
     assert not header.is_keyed
-    for bad in (b"", b"KVOB", b"X" + value[1:], value[:100], value[:4] + b"\2\0" + value[6:]):
+    for bad in (b"", b"KVOB", b"X" + value[1:], value[:100], value[:4] + b"\3\0" + value[6:]):
         assert Header.parse(memoryview(bad)) is None
-    assert is_newer(memoryview(value[:4] + b"\2\0" + value[6:]))
+    assert is_newer(memoryview(value[:4] + b"\3\0" + value[6:]))
     assert not is_newer(memoryview(value))
     assert not is_newer(memoryview(value)[:10])
 

@@ -1,6 +1,7 @@
 from typing import ClassVar
 
 import pytest
+from sealed_names import SealedConformance, key_file, sealing
 from slab.stores import KIB, SlabStore, flip
 
 from kvoffload_async.testing import TierConformance
@@ -60,3 +61,10 @@ class TestSlabTierWithBlocksLargerThanAnExtent(SlabConformance):
 class TestSlabTierWithDirectIoAndBlocksLargerThanAnExtent(SlabConformance):
     slot_bytes = 12 * KIB
     options: ClassVar[dict] = {"direct_io": True, "piece_bytes": 4 * KIB}
+
+
+class TestSlabTierWithSealedNames(SealedConformance, SlabConformance):
+    @pytest.fixture
+    def tier(self, tmp_path):
+        self.slab_store = SlabStore(tmp_path / "root", block_bytes=self.slot_bytes)
+        return sealing(self.slab_store.tier, [key_file(tmp_path)])

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, NoReturn, Protocol
 
 import xxhash
 
+from kvoffload_async.block_io.contract import Cipher
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.tiers.files.ops import read_given
 from kvoffload_async.types import OffloadKey
@@ -33,12 +34,11 @@ LEAST_KEY_BYTES: Final = 16
 MOST_KEY_BYTES: Final = 64
 KEY_ID_BYTES: Final = 8
 
-_FOR_ID: Final = b"kvoffload-key-id"
 _LINE_ENDS: Final = b"\r\n"
 _REMEDY: Final = "`(umask 077; openssl rand -hex 32 > FILE)` makes one"
 
 
-class IntegrityKey:
+class SecretKey:
     """A secret key and its public id. The secret never appears in texts, `repr` included.
 
     Attributes:
@@ -47,16 +47,29 @@ class IntegrityKey:
 
     __slots__ = ("_secret", "id")
 
+    id_purpose: ClassVar[bytes]
+    """Separates the ids of kinds of keys."""
+
     def __init__(self, secret: bytes) -> None:
         """Create a key from a secret of `LEAST_KEY_BYTES` to `MOST_KEY_BYTES` bytes."""
         self._secret = secret
-        self.id = hashlib.blake2b(key=secret, digest_size=KEY_ID_BYTES, person=_FOR_ID).digest()
+        self.id = hashlib.blake2b(
+            key=secret, digest_size=KEY_ID_BYTES, person=self.id_purpose
+        ).digest()
 
     def __repr__(self) -> str:
-        return f"IntegrityKey(id={self.id.hex()!r})"
+        return f"{type(self).__name__}(id={self.id.hex()!r})"
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("an integrity key cannot be serialized")
+        raise TypeError("a secret key cannot be serialized")
+
+
+class IntegrityKey(SecretKey):
+    """The key of keyed checksums."""
+
+    __slots__ = ()
+
+    id_purpose = b"kvoffload-key-id"
 
     def mac(self, purpose: bytes, num_bytes: int) -> blake2b:
         """Return a hash object that computes a MAC of `num_bytes` bytes for one purpose."""
@@ -64,39 +77,45 @@ class IntegrityKey:
 
 
 def read_key_file(path: str) -> IntegrityKey:
-    """Read an integrity key from a file: the file's bytes without trailing line ends.
+    """Read an integrity key from a file; see `read_secret`."""
+    return IntegrityKey(read_secret(path, "integrity_key_file"))
+
+
+def read_secret(path: str, option: str) -> bytes:
+    """Read the secret of a key from a file: the file's bytes without trailing line ends.
 
     Raises:
         ConfigError: The file cannot be read, has too few or too many bytes, is accessible to users
-            other than its owner and group, or belongs to another user.
+            other than its owner and group, or belongs to another user. It names `option`.
     """
+    given = f"{option}: {path!r}"
     try:
         content = read_given(
-            path, MOST_KEY_BYTES + len(_LINE_ENDS) + 1, partial(_check_secrecy, path)
+            path, MOST_KEY_BYTES + len(_LINE_ENDS) + 1, partial(_check_secrecy, given)
         )
     except ConfigError:  # ConfigError is a ValueError, too
         raise
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        _refuse(path, f"cannot be read ({why})", f"give a file with a key: {_REMEDY}")
+        _refuse(given, f"cannot be read ({why})", f"give a file with a key: {_REMEDY}")
     secret = content.rstrip(_LINE_ENDS)
     if len(secret) < LEAST_KEY_BYTES:
-        _refuse(path, f"has only {len(secret)} bytes", f"a key has 16 to 64: {_REMEDY}")
+        _refuse(given, f"has only {len(secret)} bytes", f"a key has 16 to 64: {_REMEDY}")
     if len(secret) > MOST_KEY_BYTES:
-        _refuse(path, f"has more than {MOST_KEY_BYTES} bytes", f"a key has 16 to 64: {_REMEDY}")
-    return IntegrityKey(secret)
+        _refuse(given, f"has more than {MOST_KEY_BYTES} bytes", f"a key has 16 to 64: {_REMEDY}")
+    return secret
 
 
-def _check_secrecy(path: str, status: os.stat_result) -> None:
+def _check_secrecy(given: str, status: os.stat_result) -> None:
     if status.st_mode & stat_module.S_IRWXO:
         mode = stat_module.S_IMODE(status.st_mode)
-        _refuse(path, f"is accessible to all users (mode {mode:04o})", "run `chmod o= FILE` on it")
+        _refuse(given, f"is accessible to all users (mode {mode:04o})", "run `chmod o= FILE` on it")
     if status.st_uid not in {0, os.geteuid()}:
-        _refuse(path, "belongs to another user", "give a file of your own, or of root")
+        _refuse(given, "belongs to another user", "give a file of your own, or of root")
 
 
-def _refuse(path: str, why: str, remedy: str) -> NoReturn:
-    raise ConfigError(f"integrity_key_file: {path!r} {why}; {remedy}")
+def _refuse(given: str, why: str, remedy: str) -> NoReturn:
+    raise ConfigError(f"{given} {why}; {remedy}")
 
 
 DIGEST_BYTES = 16
@@ -121,10 +140,15 @@ class BlockDigester:
     """
 
     is_keyed: ClassVar[bool] = False
-    """Whether the checksums are keyed with an integrity key."""
+    """Whether the checksums are made with a key."""
 
     def __init__(self, layout: str) -> None:
         self.prefix = layout.encode() + b"\0"
+
+    @property
+    def cipher(self) -> Cipher | None:
+        """Encrypts the blocks, where checksums come from that."""
+        return None
 
     def digest(self, key: OffloadKey, data: memoryview) -> bytes:
         """Return the checksum of a block, `DIGEST_BYTES` long."""
@@ -148,7 +172,7 @@ class KeyedDigester(BlockDigester):
     def __init__(self, layout: str, integrity_key: IntegrityKey) -> None:
         super().__init__(layout)
         self._begun = integrity_key.mac(_FOR_BLOCKS, DIGEST_BYTES)
-        self._begun.update(_framed(layout.encode()))
+        self._begun.update(framed(layout.encode()))
 
     def digest(self, key: OffloadKey, data: memoryview) -> bytes:
         mac = self.begin(key)
@@ -157,7 +181,7 @@ class KeyedDigester(BlockDigester):
 
     def begin(self, key: OffloadKey) -> Hash:
         mac = self._begun.copy()
-        mac.update(_framed(key))
+        mac.update(framed(key))
         return mac
 
     def digests(self, keys: Sequence[OffloadKey], blocks: Sequence[memoryview]) -> list[bytes]:
@@ -169,5 +193,6 @@ def create_digester(layout: str, integrity_key: IntegrityKey | None) -> BlockDig
     return BlockDigester(layout) if integrity_key is None else KeyedDigester(layout, integrity_key)
 
 
-def _framed(part: bytes) -> bytes:
+def framed(part: bytes) -> bytes:
+    """Return a part of hashed or authenticated data after its length."""
     return len(part).to_bytes(8, "little") + part

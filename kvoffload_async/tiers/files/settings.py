@@ -25,6 +25,7 @@ from kvoffload_async.registry import check_tier_policy, create_policy
 from kvoffload_async.tiers.files.digests import IntegrityKey, read_key_file
 from kvoffload_async.tiers.files.modes import Modes
 from kvoffload_async.tiers.files.ops import FileOps
+from kvoffload_async.tiers.files.sealing import EncryptionKeys, parse_encryption_keys
 from kvoffload_async.types import Locality
 
 
@@ -47,6 +48,38 @@ class IntegrityOptions(TierSettings):
     )
     """Absolute path of a file with the key of the blocks' checksums. With a key the tier serves
     only blocks whose checksum was made with it."""
+
+    @property
+    def key_option(self) -> str | None:
+        """The option with a key, without which no block is served; None if there is none."""
+        return None if self.integrity_key is None else "integrity_key_file"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SealingOptions(IntegrityOptions):
+    """The options of a tier that verifies blocks and can encrypt them."""
+
+    encryption_keys: EncryptionKeys | None = option(
+        or_none(parse_encryption_keys), None, key="encryption_key_file"
+    )
+    """Absolute path of a file with the key that blocks are encrypted with, or a list of paths: the
+    first key encrypts, and all decrypt. The tier serves only blocks encrypted with one of them."""
+
+    def __post_init__(self) -> None:
+        if self.encryption_keys is not None and self.integrity_key is not None:
+            raise ConfigError(
+                "integrity_key_file: does not go with encryption_key_file, which also detects "
+                "every change; leave one of them out"
+            )
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether blocks are encrypted."""
+        return self.encryption_keys is not None
+
+    @property
+    def key_option(self) -> str | None:
+        return super().key_option if self.encryption_keys is None else "encryption_key_file"
 
 
 _OCTAL: Final = re.compile(r"(?:0o)?[0-7]{3,5}")
@@ -106,10 +139,10 @@ class DiskSettings(IntegrityOptions):
         return create_policy(self.eviction_policy, capacity_blocks)
 
     def check_verifies(self, verify: str, *, does: bool) -> None:
-        """Raise ConfigError if a tier with an integrity key does not verify all blocks it loads."""
-        if self.integrity_key is not None and not does:
+        """Raise ConfigError if a tier with a key does not verify all blocks it loads."""
+        if self.key_option is not None and not does:
             raise ConfigError(
-                f"verify: {verify!r} does not go with integrity_key_file: the tier would serve "
+                f"verify: {verify!r} does not go with {self.key_option}: the tier would serve "
                 "blocks that anybody may have made; leave one of them out"
             )
 

@@ -26,7 +26,7 @@ _SPARE = memoryview(bytearray(1))
 
 _INCOMPARABLE = {
     Origin.NEWER: "of a newer release",
-    Origin.OTHER_KEY: "that is not made with this tier's integrity key, or lack of one",
+    Origin.OTHER_KEY: "that is not made with this tier's key, or lack of one",
 }
 """Origins whose checksums cannot be compared here, with the reason."""
 
@@ -74,7 +74,7 @@ class BlockFiles(BlockWriter):
                 count = self.ops.preadv(fd, (row,) if direct else (row, _SPARE), 0)
                 # Matching bytes are valid, whatever the file's attribute says. Others may be, too:
                 # another process may have stored different bytes for the same key.
-                if count == len(row) and self.digester.attribute_value(key, row) == remembered:
+                if count == len(row) and self.digester.matches(key, remembered, row):
                     return None
             bad = self._read(fd, key, row, direct)
             if isinstance(bad, CorruptBlockError):
@@ -106,7 +106,7 @@ class BlockFiles(BlockWriter):
             how = "ends" if done < len(row) else "goes on"
             return CorruptBlockError(f"{block_text(key)} {how} after {min(done, len(row))} bytes")
         if digest is not None:
-            if self.digester.attribute_value(key, row) != digest:
+            if not self.digester.matches(key, digest, row):
                 return CorruptBlockError(f"{block_text(key)} has a wrong checksum")
             self.digest_cache.remember(key, digest)
         return None

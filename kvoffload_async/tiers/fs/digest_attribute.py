@@ -1,12 +1,15 @@
-"""The checksum of a block's file, in an extended attribute.
+"""The checksum or seal of a block's file, in an extended attribute.
 
-An attribute keeps the file identical to the block's bytes. Its value is a version byte and the
-checksum; with an integrity key, the key's id is in between.
+An attribute keeps the file's length that of the block. Its value is a version byte and the
+checksum; with an integrity key, the key's id is in between. With encryption keys, it is a version
+byte and the seal, and the file has the encrypted bytes.
 """
 
 from __future__ import annotations
 
 import enum
+import mmap
+import threading
 from typing import Final
 
 from kvoffload_async.tiers.files.digests import (
@@ -15,13 +18,19 @@ from kvoffload_async.tiers.files.digests import (
     IntegrityKey,
     create_digester,
 )
+from kvoffload_async.tiers.files.sealing import SEAL_BYTES, EncryptionKeys, Sealer
 from kvoffload_async.types import OffloadKey
 
 ATTRIBUTE = "user.kvoffload.xxh3"
 
 _PLAIN: Final = 1
 _KEYED: Final = 2
-_LENGTHS: Final = {_PLAIN: 1 + DIGEST_BYTES, _KEYED: 1 + KEY_ID_BYTES + DIGEST_BYTES}
+_SEALED: Final = 3
+_LENGTHS: Final = {
+    _PLAIN: 1 + DIGEST_BYTES,
+    _KEYED: 1 + KEY_ID_BYTES + DIGEST_BYTES,
+    _SEALED: 1 + SEAL_BYTES,
+}
 
 
 class Origin(enum.Enum):
@@ -30,7 +39,7 @@ class Origin(enum.Enum):
     OWN = enum.auto()
     """Computed in the same way as this tier's checksums."""
     OTHER_KEY = enum.auto()
-    """Computed with another integrity key, or keyed where this tier has no key, or vice versa."""
+    """Made with another key, or with a key where this tier has none, or vice versa."""
     NEWER = enum.auto()
     """Written by a newer release."""
     UNKNOWN = enum.auto()
@@ -52,14 +61,60 @@ class AttributeDigester:
         """Return the attribute's value for a block's bytes."""
         return self.prefix + self.digester.digest(key, data)
 
+    def encoded(self, key: OffloadKey, data: memoryview) -> tuple[bytes, memoryview]:
+        """Return the attribute's value, and the file's bytes, until the thread's next call."""
+        return self.attribute_value(key, data), data
+
+    def matches(self, key: OffloadKey, value: bytes, data: memoryview) -> bool:
+        """Return whether a file's bytes are the block's; decode them in place if encrypted."""
+        return self.attribute_value(key, data) == value
+
     def origin_of(self, value: bytes) -> Origin:
         """Return the origin of an attribute's value; only those of origin `OWN` can be compared."""
         version = value[0] if value else 0
-        if version > _KEYED:
+        if version > _SEALED:
             return Origin.NEWER
         if _LENGTHS.get(version) != len(value):
             return Origin.UNKNOWN
         return Origin.OWN if value.startswith(self.prefix) else Origin.OTHER_KEY
+
+
+class SealedAttributes(AttributeDigester):
+    """Encrypts blocks of one layout, with the seal as attribute. Thread-safe; releases the GIL.
+
+    Each thread that encrypts keeps memory for one block.
+    """
+
+    def __init__(self, layout: str, keys: EncryptionKeys) -> None:
+        super().__init__(layout)
+        self.prefix = bytes([_SEALED])
+        self._sealer = Sealer(keys, "fs 2", layout)
+        self._staging = threading.local()
+
+    def encoded(self, key: OffloadKey, data: memoryview) -> tuple[bytes, memoryview]:
+        into: memoryview | None = getattr(self._staging, "block", None)
+        if into is None or len(into) < len(data):  # aligned, for direct I/O
+            into = self._staging.block = memoryview(mmap.mmap(-1, len(data)))
+        into = into[: len(data)]
+        return self.prefix + self._sealer.seal(key, data, into), into
+
+    def matches(self, key: OffloadKey, value: bytes, data: memoryview) -> bool:
+        return self._sealer.open_into(key, value.removeprefix(self.prefix), data)
+
+    def origin_of(self, value: bytes) -> Origin:
+        origin = super().origin_of(value)
+        if origin is Origin.OWN and not self._sealer.has_key(value[len(self.prefix) :]):
+            return Origin.OTHER_KEY
+        return origin
+
+
+def create_attributes(
+    layout: str, integrity_key: IntegrityKey | None, encryption_keys: EncryptionKeys | None
+) -> AttributeDigester:
+    """Create what computes the attributes of a layout, with or without keys."""
+    if encryption_keys is not None:
+        return SealedAttributes(layout, encryption_keys)
+    return AttributeDigester(layout, integrity_key)
 
 
 class DigestCache:

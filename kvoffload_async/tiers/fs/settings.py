@@ -20,7 +20,7 @@ from kvoffload_async.config import (
     parse_size_bytes,
 )
 from kvoffload_async.errors import ConfigError
-from kvoffload_async.tiers.files.settings import DiskSettings
+from kvoffload_async.tiers.files.settings import DiskSettings, SealingOptions
 from kvoffload_async.tiers.fs.layout import Namespace
 from kvoffload_async.tiers.fs.operations import Verify
 from kvoffload_async.tiers.fs.usage import FILE_BYTES
@@ -30,7 +30,7 @@ WAITS_FOR_DEVICE: Final = True
 
 
 @dataclass(frozen=True, kw_only=True)
-class FsSettings(DiskSettings):
+class FsSettings(DiskSettings, SealingOptions):
     """The options of an `fs` tier, and the identity of its blocks.
 
     Attributes:
@@ -64,11 +64,21 @@ class FsSettings(DiskSettings):
             raise ConfigError(
                 f"low_watermark: {low} is above high_watermark={high}; it must not be"
             )
+        if settings.trust_vllm_directory and common.name_key_files is not None:
+            raise ConfigError(
+                "trust_vllm_directory: does not go with name_key_file, because vLLM's own tier "
+                "does not seal names; leave one of them out"
+            )
         settings.check_verifies(str(verify), does=verify is not Verify.OFF)
+        if settings.trust_vllm_directory and settings.encryption_keys is not None:
+            raise ConfigError(
+                "trust_vllm_directory: does not go with encryption_key_file: vLLM's own tier "
+                "neither encrypts nor decrypts; leave one of them out"
+            )
         loads = common.read_threads(waits_for_device=WAITS_FOR_DEVICE)
         return replace(
             settings,
-            verify=verify if settings.integrity_key is None else Verify.REQUIRED,
+            verify=verify if settings.key_option is None else Verify.REQUIRED,
             io_threads=loads + common.n_write_threads,
         )
 

@@ -24,9 +24,9 @@ from kvoffload_async.tiers.files.ops import (
 )
 from kvoffload_async.tiers.fs.digest_attribute import (
     ATTRIBUTE,
-    AttributeDigester,
     DigestCache,
     Origin,
+    create_attributes,
 )
 from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX, Namespace
 from kvoffload_async.tiers.fs.operations import STORED, StoreItem, StoreStatus, Verify
@@ -80,7 +80,7 @@ class BlockWriter:
         self.block_bytes = block_bytes
         self.writers = writers
         layout = namespace.layout_of(block_bytes)
-        self.digester = AttributeDigester(layout, settings.integrity_key)
+        self.digester = create_attributes(layout, settings.integrity_key, settings.encryption_keys)
         self.digest_cache = DigestCache()
         self._direct = DirectIo(wanted=settings.direct_io, where=namespace.folder)
         self._unverified_marker = f"{namespace.folder}/{UNVERIFIED_MARKER}"
@@ -257,12 +257,12 @@ class BlockWriter:
     # -- existing files that may not be served -----------------------------------------
 
     def _is_worthless(self, path: str) -> bool:
-        """Return whether a file must be replaced because no tier with this integrity key serves it.
+        """Return whether a file must be replaced because no tier with this key serves it.
 
-        Without an integrity key no file is replaced: it may be valid for tiers with a key. Files of
+        Without a key no file is replaced: it may be valid for tiers with a key. Files of
         newer releases are kept.
         """
-        if self.settings.integrity_key is None:
+        if self.settings.key_option is None:
             return False
         try:
             with self.ops.opened(path, os.O_RDONLY) as fd:
@@ -349,7 +349,7 @@ class BlockWriter:
                 self.settings.verify is not Verify.OFF or recycled
             ):  # a victim's digest must be replaced
                 # Before the write, so that the write finds the row in the CPU cache.
-                digest = self.digester.attribute_value(key, row)
+                digest, row = self.digester.encoded(key, row)
             self._write_row(fd, row)
             if recycled:
                 self.ops.truncate(fd, len(row))

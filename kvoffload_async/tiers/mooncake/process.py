@@ -45,7 +45,7 @@ from kvoffload_async.errors import (
     naming_shortage,
     text_of,
 )
-from kvoffload_async.tiers.files.settings import IntegrityOptions
+from kvoffload_async.tiers.files.settings import SealingOptions
 from kvoffload_async.tiers.mooncake import helper
 from kvoffload_async.tiers.mooncake.cells import Geometry, SharedCells
 from kvoffload_async.tiers.mooncake.helper import JOIN, LENGTH, frame
@@ -109,7 +109,7 @@ class MooncakeConnection(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MooncakeSettings(MooncakeConnection, IntegrityOptions):
+class MooncakeSettings(MooncakeConnection, SealingOptions):
     """The options of a `mooncake` tier, and values derived from others.
 
     Attributes:

@@ -35,7 +35,7 @@ from kvoffload_async.tiers.mooncake.process import (
     MooncakeSettings,
 )
 from kvoffload_async.tiers.remote.calls import run_together
-from kvoffload_async.tiers.remote.client import Bytes, Envelopes, payload_offset
+from kvoffload_async.tiers.remote.client import Bytes, Envelopes
 from kvoffload_async.tiers.remote.settings import REMEDIES
 from kvoffload_async.types import JobMetadata, Locality, OffloadKey, block_text
 
@@ -120,9 +120,11 @@ class MooncakeTier(AsyncTier):
             TierUnavailableError: The master cannot be reached.
         """
         row_bytes = env.kv_view.nbytes // len(env.kv_view)
-        key = self._settings.integrity_key
-        self._envelopes = Envelopes(env.identity.digest, row_bytes, key)
-        self._supervisor = HelperSupervisor(self._settings, row_bytes, env.io)
+        settings = self._settings
+        self._envelopes = Envelopes(
+            env.identity.digest, row_bytes, settings.integrity_key, settings.encryption_keys
+        )
+        self._supervisor = HelperSupervisor(settings, row_bytes, env.io)
         await self._supervisor.open()
         self._env = env
 
@@ -190,7 +192,7 @@ class MooncakeTier(AsyncTier):
         failures: Outcomes = {
             i: TierError(f"{block_text(key)}: the key is too long for this tier")
             for i, key in enumerate(job.keys)
-            if payload_offset(len(key)) > HEAD_BYTES
+            if self._envelopes.header_bytes(key) > HEAD_BYTES
         }
         faults: list[TierError] = []
         parts = parts_of(helper)
@@ -258,7 +260,8 @@ class MooncakeTier(AsyncTier):
             TierUnavailableError: All of them failed.
         """
         keys, cells = [part.job.keys[i] for i in part.indices], part.helper.cells
-        at = [cells.at(cell, payload_offset(len(key))) for cell, key in enumerate(keys, part.first)]
+        head = self._envelopes.header_bytes
+        at = [cells.at(cell, head(key)) for cell, key in enumerate(keys, part.first)]
         sizes = list(map(self._envelopes.value_bytes, keys))
         statuses = await self._counted(part.helper.move(call, self._names(keys), at, sizes))
         failures = {
@@ -277,7 +280,7 @@ class MooncakeTier(AsyncTier):
         rows = np.asarray(self._opened().kv_view)
         for cell, i in enumerate(part.indices, part.first):
             key, row = part.job.keys[i], rows[part.job.block_ids[i]]
-            yield i, key, row, part.helper.cells.value(cell, payload_offset(len(key)))
+            yield i, key, row, part.helper.cells.value(cell, self._envelopes.header_bytes(key))
 
     async def _counted(self, call: Awaitable[list[int]]) -> list[int]:
         self._counters.requests += 1

@@ -40,7 +40,7 @@ from kvoffload_async.tiers.object.client import (
     read_at_most,
     text_of,
 )
-from kvoffload_async.tiers.remote.client import Header, is_newer
+from kvoffload_async.tiers.remote.client import SEALED_VERSION, Header, is_newer
 from kvoffload_async.types import OffloadKey
 
 if TYPE_CHECKING:
@@ -109,7 +109,8 @@ class ObjectJudge:
             self.verdict = Verdict.CORRUPT, _NO_HEADER
             return part
         used_key = self._integrity_key if header.is_keyed else None
-        if header.is_keyed and (used_key is None or used_key.id != header.key_id):
+        is_sealed = header.version == SEALED_VERSION
+        if is_sealed or (header.is_keyed and (used_key is None or used_key.id != header.key_id)):
             self.verdict = Verdict.OTHER_KEY, ""
             return part
         self._hash = create_digester(header.layout, used_key).begin(header.key)

@@ -22,7 +22,7 @@ from kvoffload_async.config import (
 )
 from kvoffload_async.errors import CallTimeoutError, ConfigError, Remedies, TierTimeoutError
 from kvoffload_async.tiers.files.ops import read_given
-from kvoffload_async.tiers.files.settings import IntegrityOptions
+from kvoffload_async.tiers.files.settings import SealingOptions
 
 _LEAST_CHARS: Final = 3
 _MOST_LATER: Final = 16
@@ -120,7 +120,7 @@ parse_ttl_s = number(
 
 
 @dataclass(frozen=True, kw_only=True)
-class RemoteSettings(IntegrityOptions):
+class RemoteSettings(SealingOptions):
     """The options of every remote tier, and values derived from others.
 
     Attributes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
@@ -194,6 +195,7 @@ calls that began before end in time, so that their blocks have results of their 
 _QUEUE_PART: Final = 1 / 4
 """Longest tolerated queue of payload, as a part of `probe_timeout_s`: a third of the deadline of a
 check, which queues behind it; see `HangDetector`."""
+_MOST_STAGED_BYTES: Final = 64 << 20
 _MEMORY_PART: Final = 1 / 8
 """Maximum payload in flight in each direction, as a part of the primary's memory."""
 
@@ -248,6 +250,9 @@ class RemoteTier(AsyncTier):
         self._renewal: Renewal | None = None
         self._loads, self._stores = self._limited(self.first_bytes)
         self._unremoved, self._unrenewed = LogRate(), LogRate()
+        self._staged: deque[memoryview] = deque()
+        """Memory in which blocks were encrypted, for the next ones: fresh pages cost as much as
+        the encryption."""
 
     async def open(self, env: TierEnvironment) -> None:
         """Connect to the store.
@@ -258,7 +263,10 @@ class RemoteTier(AsyncTier):
         """
         settings = self._settings
         row_bytes = env.kv_view.nbytes // len(env.kv_view)
-        self._envelopes = Envelopes(env.identity.digest, row_bytes, settings.integrity_key)
+        self._envelopes = Envelopes(
+            env.identity.digest, row_bytes, settings.integrity_key, settings.encryption_keys
+        )
+        self._staged = deque(maxlen=max(1, _MOST_STAGED_BYTES // row_bytes))
         self._client = self._create_client(self._envelopes.namespace)
         self._on_close.push_async_callback(self._client.close)
         self._loads, self._stores = self._limited(int(_MEMORY_PART * env.kv_view.nbytes))
@@ -354,6 +362,7 @@ class RemoteTier(AsyncTier):
         """Close all connections; idempotent."""
         self._env = None
         await self._on_close.aclose()
+        self._staged.clear()
 
     def describe(self) -> str:
         """Return the store's location, without secrets."""
@@ -366,6 +375,7 @@ class RemoteTier(AsyncTier):
             figures |= {"renewed": renewal.renewed, "dropped_renewals": renewal.dropped}
         limiters = self._loads.limiter, self._stores.limiter
         return figures | {
+            "staging_bytes": sum(map(len, tuple(self._staged))),
             "bytes_in_flight": sum(limiter.bytes_in_flight for limiter in limiters),
             "bytes_in_flight_limit": sum(limiter.max_bytes for limiter in limiters),
         }
@@ -469,7 +479,9 @@ class RemoteTier(AsyncTier):
         def wrap() -> list[Parts]:
             rows = np.asarray(self._opened().kv_view)
             if self._client.is_in_place:
-                return [self._envelopes.parts(keys[i], rows[slots[i]]) for i in portion]
+                return [
+                    self._envelopes.parts(keys[i], rows[slots[i]], self._staging()) for i in portion
+                ]
             return [(self._envelopes.wrap(keys[i], rows[slots[i]]).data,) for i in portion]
 
         values = await self._in_thread(Direction.STORE, wrap)
@@ -481,8 +493,11 @@ class RemoteTier(AsyncTier):
             outcomes = await self._calls.run(put, deadline_s, server=server)
         finally:
             if self._client.is_in_place:
-                for _, row in values:
-                    row.release()
+                for _, body in values:
+                    if self._envelopes.is_sealed:
+                        self._staged.append(body)
+                    else:
+                        body.release()
         exist = [isinstance(error, ValueExistsError) for error in outcomes]
         self._counters.present_blocks += sum(exist)
         sizes = map(self._envelopes.value_bytes, missing)
@@ -508,7 +523,8 @@ class RemoteTier(AsyncTier):
             self._counters.read_again += len(corrupt)
             for i in corrupt:
                 del failures[i]
-            failures_again, corrupt = await self._read(job, list(corrupt), deadline_s)
+            again = await self._read(job, list(corrupt), deadline_s, keeps_values=True)
+            failures_again, corrupt = again
             failures |= failures_again
         for i, value in corrupt.items():
             self._counters.corrupt += 1
@@ -522,21 +538,34 @@ class RemoteTier(AsyncTier):
         return failures
 
     async def _read(
-        self, job: JobMetadata, indices: Portion, deadline_s: float
+        self,
+        job: JobMetadata,
+        indices: Portion,
+        deadline_s: float,
+        *,
+        keeps_values: bool = False,
     ) -> tuple[dict[int, TierError], dict[int, Value]]:
-        """Read blocks into their slots; return all failures, and the values of corrupt blocks."""
+        """Read blocks into their slots; return all failures, and the values of corrupt blocks.
+
+        Values in rows, where they may be decrypted, are copied first if `keeps_values`.
+        """
         keys, slots = job.keys, job.block_ids
         rows = np.asarray(self._opened().kv_view)
         targets = {i: self._envelopes.target(keys[i], rows[slots[i]]) for i in indices}
         del rows
         try:
-            return await self._read_into(targets, keys, deadline_s)
+            return await self._read_into(targets, keys, deadline_s, keeps_values=keeps_values)
         finally:
             for target in targets.values():
                 target.release()
 
     async def _read_into(
-        self, targets: Mapping[int, Target], keys: Sequence[OffloadKey], deadline_s: float
+        self,
+        targets: Mapping[int, Target],
+        keys: Sequence[OffloadKey],
+        deadline_s: float,
+        *,
+        keeps_values: bool,
     ) -> tuple[dict[int, TierError], dict[int, Value]]:
         wanted = [keys[i] for i in targets]
         get = partial(self._client.get, wanted, list(targets.values()))
@@ -559,13 +588,13 @@ class RemoteTier(AsyncTier):
 
         def verify() -> None:
             for i, value in tuple(values.items()):
-                error = self._envelopes.verify(keys[i], targets[i], value.data)
-                if error is None:
-                    del values[i]  # now: the longer it lives, the more fresh pages others need
-                    continue
-                failures[i] = error
-                if value.data is None:  # the row is used again
+                if keeps_values and value.data is None:
                     values[i] = replace(value, data=targets[i].copy())
+                error = self._envelopes.verify(keys[i], targets[i], value.data)
+                if not isinstance(error, CorruptBlockError):
+                    del values[i]  # now: the longer it lives, the more fresh pages others need
+                if error is not None:
+                    failures[i] = error
 
         await self._in_thread(Direction.LOAD, verify)
         return failures, values
@@ -581,6 +610,15 @@ class RemoteTier(AsyncTier):
         except TierError as error:
             self._counters.unremoved += 1
             self._warn(self._unremoved, f"corrupt {block_text(key)} was not removed: {error}")
+
+    def _staging(self) -> memoryview | None:
+        """Return memory to encrypt a block in; None if blocks are sent from their rows."""
+        if not self._envelopes.is_sealed:
+            return None
+        try:
+            return self._staged.pop()
+        except IndexError:
+            return np.empty(self._envelopes.block_bytes, dtype=np.uint8).data
 
     # -- helpers ----------------------------------------------------------------------------------
 

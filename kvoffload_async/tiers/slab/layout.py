@@ -18,6 +18,7 @@ from kvoffload_async.tiers.files.ops import safe_name
 from kvoffload_async.tiers.slab.addresses import MAX_SLOTS
 from kvoffload_async.tiers.slab.manifest import (
     BASE_FEATURES,
+    ENCRYPTED_FEATURES,
     HEADER_BYTES,
     KEYED_FEATURES,
     PAGE_BYTES,
@@ -79,10 +80,16 @@ class Budget:
 
     @classmethod
     def of(
-        cls, capacity_bytes: int, block_bytes: int, segment_bytes: int, stripes: int = 1
+        cls,
+        capacity_bytes: int,
+        block_bytes: int,
+        segment_bytes: int,
+        stripes: int = 1,
+        *,
+        is_encrypted: bool = False,
     ) -> Budget:
         """Return the budget for a capacity; `most_slots` is 0 if not even one block fits."""
-        slot_bytes = slot_bytes_of(block_bytes)
+        slot_bytes = slot_bytes_of(block_bytes, is_encrypted=is_encrypted)
         segment_slots = min(max(1, segment_bytes // slot_bytes), MAX_SLOTS)
         plain = cls(capacity_bytes, slot_bytes, segment_slots, 0).filled()
         if stripes == 1 or plain.most_slots < stripes * _LEAST_STRIPE:
@@ -191,6 +198,8 @@ class StoreLayout:
         rank: int,
         block_bytes: int,
         key_id: str | None = None,
+        *,
+        is_encrypted: bool = False,
     ) -> None:
         """Compute the paths and the manifest; `key_id` is the id of the integrity key, if any."""
         canonical = json.dumps(dict(fields), sort_keys=True, separators=(",", ":"))
@@ -204,13 +213,17 @@ class StoreLayout:
         self.own_folder = f"{self.folder}_{digest}_{block_bytes}"
         if key_id is not None:
             self.own_folder += f"_k{key_id}"
+        features = BASE_FEATURES if key_id is None else KEYED_FEATURES
+        if is_encrypted:
+            self.own_folder += "_encrypted"
+            features = ENCRYPTED_FEATURES
         self.manifest = Manifest(
             block_bytes=block_bytes,
-            slot_bytes=slot_bytes_of(block_bytes),
+            slot_bytes=slot_bytes_of(block_bytes, is_encrypted=is_encrypted),
             rank=rank,
             layout=f"{digest}:{rank}:{block_bytes}",
             fields=dict(fields),
-            features=BASE_FEATURES if key_id is None else KEYED_FEATURES,
+            features=features,
             key_id=key_id,
         )
 
@@ -224,6 +237,8 @@ class StoreLayout:
     def difference(self, found: Manifest) -> str:
         """Describe how a store differs from this layout; empty if it does not."""
         if found.layout == self.manifest.layout:
+            if found.is_encrypted is not self.manifest.is_encrypted:
+                return "blocks that are " + ("" if found.is_encrypted else "not ") + "encrypted"
             return "" if found.key_id == self.manifest.key_id else _key_difference(found)
         if found.block_bytes != self.manifest.block_bytes:
             return f"blocks of {found.block_bytes} bytes instead of {self.manifest.block_bytes}"

@@ -23,6 +23,7 @@ from kvoffload_async.tiers.files.features import (
     MalformedFormatError,
     check_format,
 )
+from kvoffload_async.tiers.files.sealing import SEAL_BYTES
 
 PAGE_BYTES: Final = 4096
 """Alignment of slots and of O_DIRECT."""
@@ -69,8 +70,14 @@ class SegmentHeader:
 
 
 FORMAT = "kvoffload-slab"
-VERSION = 2
-"""The version of the store's format."""
+VERSION = 3
+"""The newest version of the store's format: that of stores with encrypted blocks."""
+
+_PLAIN_VERSION: Final = 2
+"""The version of other stores."""
+
+ENCRYPTION: Final = "encryption"
+"""Feature: blocks are encrypted; behind each is its seal, whose tag is its checksum."""
 
 INTEGRITY_KEY: Final = "integrity-key"
 """Feature: block checksums are keyed; the manifest has the key's id."""
@@ -79,7 +86,7 @@ SEGMENT_HEADERS: Final = "segment-headers"
 """Feature: each segment begins with a header with the store's UUID and the segment number, and the
 journal is bound to the UUID."""
 
-KNOWN: Final = Features(incompatible=frozenset({INTEGRITY_KEY, SEGMENT_HEADERS}))
+KNOWN: Final = Features(incompatible=frozenset({ENCRYPTION, INTEGRITY_KEY, SEGMENT_HEADERS}))
 """The features that this release supports; see docs/formats.md."""
 
 BASE_FEATURES: Final = Features(incompatible=frozenset({SEGMENT_HEADERS}))
@@ -87,6 +94,9 @@ BASE_FEATURES: Final = Features(incompatible=frozenset({SEGMENT_HEADERS}))
 
 KEYED_FEATURES: Final = Features(incompatible=frozenset({INTEGRITY_KEY, SEGMENT_HEADERS}))
 """The features of a store with an integrity key."""
+
+ENCRYPTED_FEATURES: Final = Features(incompatible=frozenset({ENCRYPTION, SEGMENT_HEADERS}))
+"""The features of a store with encrypted blocks."""
 
 _LAYOUT: Final = re.compile(r"[0-9a-f]{12}:[0-9]{1,9}:[1-9][0-9]{0,14}")
 _UUID: Final = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -125,6 +135,11 @@ class Manifest:
     key_id: str | None = None
 
     @property
+    def is_encrypted(self) -> bool:
+        """Whether the blocks are encrypted."""
+        return ENCRYPTION in self.features.incompatible
+
+    @property
     def journal_seed(self) -> int:
         """Seed of the journal's frame checksums, which binds them to the store."""
         return xxhash.xxh3_64_intdigest(f"{self.layout}\0{self.store_uuid}".encode())
@@ -145,7 +160,7 @@ class Manifest:
         """Encode the manifest as the content of its file."""
         body = {
             "format": FORMAT,
-            VERSION_FIELD: VERSION,
+            VERSION_FIELD: _version(self.features),
             "block_bytes": self.block_bytes,
             "slot_bytes": self.slot_bytes,
             "rank": self.rank,
@@ -197,9 +212,14 @@ class Manifest:
         )
 
 
-def slot_bytes_of(block_bytes: int) -> int:
-    """Return the size of a slot: the bytes of a block, rounded up to whole pages."""
-    return -(-block_bytes // PAGE_BYTES) * PAGE_BYTES
+def slot_bytes_of(block_bytes: int, *, is_encrypted: bool = False) -> int:
+    """Return the size of a slot: the bytes of a block and its seal, rounded up to whole pages."""
+    stored_bytes = block_bytes + SEAL_BYTES if is_encrypted else block_bytes
+    return -(-stored_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _version(features: Features) -> int:
+    return VERSION if ENCRYPTION in features.incompatible else _PLAIN_VERSION
 
 
 def _is_sound(body: Mapping[str, Any], checksum: object) -> bool:
@@ -215,9 +235,10 @@ def _is_possible(body: Mapping[str, Any], features: Features) -> bool:
     return (
         all(type(number) is int and number <= _MAX_NUMBER for number in numbers)
         and numbers[0] > 0
-        and numbers[1] == slot_bytes_of(numbers[0])
+        and numbers[1]
+        == slot_bytes_of(numbers[0], is_encrypted=ENCRYPTION in features.incompatible)
         and numbers[2] >= 0
-        and body[VERSION_FIELD] == VERSION
+        and body[VERSION_FIELD] == _version(features)
         and SEGMENT_HEADERS in features.incompatible
         and isinstance(layout, str)
         and _LAYOUT.fullmatch(layout) is not None

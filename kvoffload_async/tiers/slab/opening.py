@@ -33,9 +33,10 @@ from kvoffload_async.tiers.files.features import NewerFormatError
 from kvoffload_async.tiers.files.identity import DirectoryIdentity, boot_id
 from kvoffload_async.tiers.files.locks import InUseError, lock_for_process
 from kvoffload_async.tiers.files.ops import DirectIo, FileOps, sync_folder, warn_of_capacity
-from kvoffload_async.tiers.files.settings import DiskSettings
+from kvoffload_async.tiers.files.settings import DiskSettings, SealingOptions
 from kvoffload_async.tiers.slab.addresses import segment_of
 from kvoffload_async.tiers.slab.catalog import Catalog
+from kvoffload_async.tiers.slab.encryption import BlockCipher
 from kvoffload_async.tiers.slab.journal import Journal, RecordTable
 from kvoffload_async.tiers.slab.layout import (
     JOURNAL,
@@ -93,7 +94,7 @@ class OnMismatch(enum.StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlabSettings(DiskSettings):
+class SlabSettings(DiskSettings, SealingOptions):
     """The options of a `slab` tier, and the identity of its blocks.
 
     Attributes:
@@ -107,9 +108,9 @@ class SlabSettings(DiskSettings):
     capacity_bytes: int = option(parse_size_bytes, remedy='a size such as "100GiB"')
     """Maximum allocated disk space in bytes, including the store's metadata."""
     on_mismatch: OnMismatch = option(one_of(OnMismatch), OnMismatch.FAIL)
-    """Action if the folder contains blocks of another layout, content or integrity key: "fail";
-    "new_namespace" to create a separate store, with a capacity of its own, next to them; or
-    "replace" to discard them."""
+    """Action if the folder contains blocks of another layout, content or integrity key, or
+    blocks that are encrypted where these are not, or vice versa: "fail"; "new_namespace" to create
+    a separate store, with a capacity of its own, next to them; or "replace" to discard them."""
     segment_bytes: int | None = option(or_none(parse_size_bytes), None)
     """Maximum size of a file; one file per I/O thread is allocated at once. By default a sixteenth
     of the capacity, 4 MiB to 1 GiB."""
@@ -163,8 +164,16 @@ class SlabSettings(DiskSettings):
         if segment_bytes is None:
             share_bytes = self.capacity_bytes // _LEAST_SEGMENTS
             segment_bytes = min(max(share_bytes, _LEAST_SEGMENT_BYTES), _MOST_SEGMENT_BYTES)
-            segment_bytes = max(segment_bytes, slot_bytes_of(block_bytes))
-        budget = Budget.of(self.capacity_bytes, block_bytes, segment_bytes, self.stripes)
+            segment_bytes = max(
+                segment_bytes, slot_bytes_of(block_bytes, is_encrypted=self.is_encrypted)
+            )
+        budget = Budget.of(
+            self.capacity_bytes,
+            block_bytes,
+            segment_bytes,
+            self.stripes,
+            is_encrypted=self.is_encrypted,
+        )
         if segment_bytes < budget.slot_bytes:
             raise ConfigError(
                 f"segment_bytes: {segment_bytes} is less than a slot of "
@@ -224,7 +233,11 @@ class OpenStore:
         except BaseException:
             self._unlock()
             raise
-        self.digester = create_digester(self.manifest.layout, settings.integrity_key)
+        self.digester = (
+            create_digester(self.manifest.layout, settings.integrity_key)
+            if settings.encryption_keys is None
+            else BlockCipher(self.manifest.layout, settings.encryption_keys)
+        )
         self.table = RecordTable()
         direct = DirectIo(wanted=settings.direct_io, where=self.folder)
         self.segments = Segments(

@@ -243,7 +243,7 @@ class SlabTier(AsyncTier):
         budget = settings.budget(block_bytes)
         key_id = None if (key := settings.integrity_key) is None else key.id.hex()
         identity = settings.run_config, settings.rank, block_bytes, key_id
-        layout = StoreLayout(settings.root_dir, *identity)
+        layout = StoreLayout(settings.root_dir, *identity, is_encrypted=settings.is_encrypted)
         opened: list[OpenStore] = []
         is_given_up = threading.Event()
         construct = partial(self._open_store, layout, budget, opened, is_given_up)

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 from kvoffload_async.abc.tier import Direction, TierEnvironment
 from kvoffload_async.block_io.choice import create_block_io
-from kvoffload_async.block_io.contract import ENDED_EARLY
+from kvoffload_async.block_io.contract import ENDED_EARLY, NOT_DECRYPTED
 from kvoffload_async.errors import CorruptBlockError, TierError, TierUnavailableError
 from kvoffload_async.tiers.files.digests import DIGEST_BYTES
 from kvoffload_async.tiers.files.ops import FileOps, mapped
@@ -148,6 +148,10 @@ class StoreBatch(Batch):
         )
 
 
+_BAD: Final = {ENDED_EARLY: "ends early", NOT_DECRYPTED: "cannot be decrypted"}
+"""Instead of an errno -> why the block is corrupt."""
+
+
 class LoadBatch(Batch):
     """Blocks to read from pinned, ascending addresses, and to verify.
 
@@ -169,10 +173,10 @@ class LoadBatch(Batch):
             self.wants_digests = bool(self._verified)
 
     def fail_with(self, errors: dict[int, int]) -> None:
-        super().fail_with({i: code for i, code in errors.items() if code != ENDED_EARLY})
+        super().fail_with({i: code for i, code in errors.items() if code not in _BAD})
         for index in sorted(errors):
-            if errors[index] == ENDED_EARLY:
-                self._drop(index, "ends early")
+            if errors[index] in _BAD:
+                self._drop(index, _BAD[errors[index]])
 
     def check(self) -> None:
         """Record the uses of the blocks, and verify checksums; drop corrupt blocks."""
@@ -308,7 +312,7 @@ class Transfers:
         for run in batch.runs if errors else ():
             for offset in range(run.length if run.length > 1 else 0):
                 index = run.start + offset
-                if errors.get(index, ENDED_EARLY) != ENDED_EARLY:
+                if errors.get(index, ENDED_EARLY) not in _BAD:
                     del errors[index]
                     single = Run(run.address + offset, index, 1)
                     errors |= await self._move(direction, batch, [single])
@@ -320,7 +324,7 @@ class Transfers:
         """Copy runs of successive blocks of a batch, with O_DIRECT unless that is refused.
 
         Returns:
-            Index of each failed block in the batch -> its errno, or `ENDED_EARLY`.
+            Index of each failed block in the batch -> its errno, or a key of `_BAD`.
         """
         segments = self._store.segments
         start, stop = runs[0].start, runs[-1].start + runs[-1].length

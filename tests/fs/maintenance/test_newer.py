@@ -6,7 +6,7 @@ import os
 import pytest
 from fs.maintenance.stores import HOUR_S, has_digest
 
-NEWER = b"\x03" + bytes(20)
+NEWER = b"\x04" + bytes(20)
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from remote.tampering import KEYS
+from sealed_names import SealedConformance, key_file, sealing
 
 from kvoffload_async.testing import TierConformance
 from kvoffload_async.tiers.mooncake.tier import MooncakeTier
@@ -39,3 +41,15 @@ class TestMooncakeTierOverAMadeUpLibrary(TierConformance):
 
     def damage(self, tier, key):
         return self.fake.damage(tier, key)
+
+
+class TestMooncakeTierWithSealedNames(SealedConformance, TestMooncakeTierOverAMadeUpLibrary):
+    @pytest.fixture
+    def tier(self, fake, tmp_path):
+        return sealing(fake.tier, [key_file(tmp_path)])
+
+
+class TestMooncakeTierWithEncryption(TestMooncakeTierOverAMadeUpLibrary):
+    @pytest.fixture
+    def tier(self, fake):
+        return lambda: fake.tier(encryption_keys=KEYS[:1])

@@ -2,6 +2,8 @@
 
 import pytest
 from remote.object.tiers import damage, tier_on
+from remote.tampering import KEYS
+from sealed_names import SealedConformance, key_file, sealing
 
 from kvoffload_async.testing import TierConformance
 from kvoffload_async.tiers.object.tier import ObjectOptions
@@ -31,3 +33,17 @@ class TestObjectTierOnS3(TestObjectTierInADirectory):
     @pytest.fixture
     def connection(self, server, prefix):
         return server.connection(prefix)
+
+
+class TestObjectTierWithSealedNames(SealedConformance, TestObjectTierInADirectory):
+    @pytest.fixture
+    def tier(self, connection, tmp_path):
+        self.connection = connection
+        return sealing(lambda: tier_on(connection), [key_file(tmp_path)])
+
+
+class TestObjectTierWithEncryption(TestObjectTierInADirectory):
+    @pytest.fixture
+    def tier(self, connection):
+        self.connection = connection
+        return lambda: tier_on(connection, encryption_keys=KEYS[:1])

@@ -7,6 +7,7 @@ from pathlib import Path
 import obstore
 import pytest
 from remote.object.tiers import damage, names_in, set_environment, tier_on
+from remote.tampering import KEYS
 from servers import seaweedfs
 from typer.testing import CliRunner
 
@@ -129,6 +130,19 @@ def test_blocks_with_an_integrity_key_are_verified_with_it(tmp_path):
     assert store.run("verify")[1]["verification"]["other_key"] == 10
     _, found, _ = store.run("verify", "--integrity-key-file", str(key_file))
     assert found["verification"]["verified"] == 10
+
+
+def test_encrypted_blocks_are_of_another_key_and_stay(tmp_path):
+    store = Store(tmp_path / "blocks", encryption_keys=KEYS[:1])
+    before = store.names()
+    status, found, _ = store.run("verify")
+    assert (status, found["verification"]["other_key"]) == (0, 10)
+    assert store.run("inspect")[1]["objects"] == 10
+    store.run("gc", "--corrupt")
+    assert store.names() == before
+    path = store.path(name_of(store.namespace, K[0]))
+    path.write_bytes(path.read_bytes()[:99])
+    assert store.run("verify")[1]["verification"]["corrupt_blocks"] == 1
 
 
 def test_a_block_that_verifies_elsewhere_is_none_of_a_namespace_with_an_integrity_key(

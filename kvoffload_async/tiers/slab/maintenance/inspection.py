@@ -172,6 +172,8 @@ def read_contents(ops: FileOps, folder: str) -> Contents:
 def key_problem(contents: Contents, key: IntegrityKey | None) -> str | None:
     """Return why checksums cannot be verified with this key, or None if they can be."""
     key_id = contents.manifest.key_id if contents.manifest is not None else None
+    if contents.manifest is not None and contents.manifest.is_encrypted:
+        return "its blocks are encrypted, and are verified only by a tier with their key"
     if contents.manifest is None or key_id == (None if key is None else key.id.hex()):
         return None
     if key is None:
