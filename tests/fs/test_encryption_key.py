@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
+from command_line import command
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -20,6 +21,8 @@ from kvoffload_async.tiers.files.sealing import EncryptionKey
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE
 from kvoffload_async.tiers.fs.operations import StoreStatus
 from kvoffload_async.tiers.fs.settings import FsSettings
+
+__all__ = ["command"]
 
 SECRET = bytes(range(32))
 KEY, OTHER = EncryptionKey(SECRET), EncryptionKey(SECRET[::-1])
@@ -222,6 +225,15 @@ def test_an_evicted_blocks_inode_is_used_again(directory):
     assert store_key(tier, B, victim=A).freed_bytes is not None
     assert directory.path(B).stat().st_ino == inode
     assert load_key(files(directory), B) is None
+
+
+def test_maintenance_leaves_encrypted_blocks(directory, command):
+    for key in K:
+        store_key(files(directory), key)
+    report = command.run("store", "verify", directory.root)
+    assert "another integrity key" in report.output
+    command.run("store", "gc", directory.root, "--corrupt")
+    assert load(files(directory), *K)[0] == {}
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import json
 import random
 
 import pytest
+from command_line import command
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -18,6 +19,8 @@ from kvoffload_async.tiers.slab.addresses import segment_of, slot_of
 from kvoffload_async.tiers.slab.layout import segment_name
 from kvoffload_async.tiers.slab.records import keys_of, scan
 from kvoffload_async.tiers.slab.tier import SlabSettings
+
+__all__ = ["command"]
 
 SECRET = bytes(range(32))
 KEY, OTHER = EncryptionKey(SECRET), EncryptionKey(SECRET[::-1])
@@ -209,3 +212,10 @@ def test_options_that_do_not_go_with_it_are_refused(tmp_path, options, why):
     } | {key: str(path) if value == "same" else value for key, value in options.items()}
     with pytest.raises(ConfigError, match=why):
         SlabSettings.of(given, KVIdentity({"model_name": "m"}))
+
+
+def test_maintenance_leaves_encrypted_blocks(filled, command):
+    report = command.run("store", "verify", filled.root)
+    assert "another integrity key" in report.output
+    command.run("store", "gc", filled.root, "--corrupt")
+    assert served(filled) == EVERY
