@@ -4,6 +4,7 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
@@ -146,9 +147,9 @@ def never_twice(count: int, forks: int) -> None:
     with ThreadPoolExecutor(8) as pool:
         results = [pool.submit(taken, nonces, each) for _ in range(8)]
         children = [in_child(nonces, each) for _ in range(forks)]  # forked amid the threads
-        seen = {nonce for result in results for nonce in result.result()}
-    seen.update(child[at : at + 28] for child in children for at in range(0, len(child), 28))
-    assert len(seen) == each * (8 + forks)
+        children += [b"".join(result.result()) for result in results]
+    seen = np.frombuffer(b"".join(children), dtype="S28")
+    assert len(np.unique(seen)) == len(seen) == each * (8 + forks)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

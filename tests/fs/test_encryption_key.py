@@ -252,7 +252,7 @@ def test_options_that_do_not_go_with_it_are_refused(tmp_path, options, why):
         key: str(path) if value == "same" else value for key, value in options.items()
     }
     with pytest.raises(ConfigError, match=why):
-        FsSettings.of(given, KVIdentity({"model_name": "m"}))
+        FsSettings.of(given, KVIdentity("m", run_config={"model_name": "m"}))
     assert not (tmp_path / "root").exists()
 
 

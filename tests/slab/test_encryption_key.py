@@ -211,7 +211,7 @@ def test_options_that_do_not_go_with_it_are_refused(tmp_path, options, why):
         "encryption_key_file": str(path),
     } | {key: str(path) if value == "same" else value for key, value in options.items()}
     with pytest.raises(ConfigError, match=why):
-        SlabSettings.of(given, KVIdentity({"model_name": "m"}))
+        SlabSettings.of(given, KVIdentity("m", run_config={"model_name": "m"}))
 
 
 def test_maintenance_leaves_encrypted_blocks(filled, command):

@@ -26,10 +26,10 @@ A kill in between leaves an empty store of the old layout.
 
 **Manifest.** A JSON object: `format` ("kvoffload-slab"), `version`, `block_bytes`, `slot_bytes`
 (block_bytes, and 52 if encrypted, rounded up to 4096), `rank`, `run_config` (everything that
-determines a block's byte layout), `layout` (text `<digest>:<rank>:<block_bytes>`, where the digest is the first 12 hex digits
-of the SHA-256 of `run_config` as JSON with sorted keys and no blanks), and `xxh3`: 16 hex digits of
-XXH3-64 of the object without this key, as JSON with sorted keys and no blanks; `features`,
-`store_uuid` and, with an integrity key, its id in `integrity_key_id`.
+determines a block's byte layout), `layout` (text `<digest>:<rank>:<block_bytes>`, where the digest
+is the first 12 hex digits of the SHA-256 of `run_config` as JSON with sorted keys and no blanks),
+and `xxh3`: 16 hex digits of XXH3-64 of the object without this key, as JSON with sorted keys and no
+blanks; `features`, `store_uuid` and, with an integrity key, its id in `integrity_key_id`.
 
 **Segment.** The file begins with a header of 4096 bytes: "KVSLABS1", the 16 bytes of the store's
 UUID, the segment's number and the bytes of a slot, 8 bytes each, XXH3-64 of these 40 bytes, zeros.
