@@ -1,6 +1,7 @@
 """With encryption keys, nobody reads a directory's blocks, and no block is served as another."""
 
 import errno
+import json
 import os
 import random
 from pathlib import Path
@@ -231,9 +232,24 @@ def test_maintenance_leaves_encrypted_blocks(directory, command):
     for key in K:
         store_key(files(directory), key)
     report = command.run("store", "verify", directory.root)
-    assert "another integrity key" in report.output
+    assert "another key" in report.output
     command.run("store", "gc", directory.root, "--corrupt")
     assert load(files(directory), *K)[0] == {}
+
+
+def test_verify_with_the_keys_finds_corrupt_blocks(directory, command, tmp_path):
+    path = tmp_path / "key"
+    path.write_bytes(SECRET)
+    path.chmod(0o600)
+    store_key(files(directory), A)
+    store_key(files(directory), B)
+    store_key(files(directory, OTHER), K[2])
+    value, body = stored(directory, B)
+    put(directory, B, value, flipped(body, 9))
+    result = command.run("store", "verify", directory.root, "--json", "--encryption-key-file", path)
+    (found,) = json.loads(result.stdout)["namespaces"]
+    found = found["verification"]
+    assert (found["verified"], found["other_key"], len(found["corrupt"])) == (1, 1, 1)
 
 
 @pytest.mark.parametrize(

@@ -214,8 +214,41 @@ def test_options_that_do_not_go_with_it_are_refused(tmp_path, options, why):
         SlabSettings.of(given, KVIdentity("m", run_config={"model_name": "m"}))
 
 
+@pytest.fixture
+def key_files(tmp_path):
+    paths = [tmp_path / "one", tmp_path / "other"]
+    for path, secret in zip(paths, (SECRET, SECRET[::-1]), strict=True):
+        path.write_bytes(secret)
+        path.chmod(0o600)
+    return [argument for path in paths for argument in ("--encryption-key-file", path)]
+
+
+def verification(command, store, *arguments):
+    result = command.run("store", "verify", store.root, "--json", *arguments)
+    (found,) = json.loads(result.stdout)["slab_stores"]
+    found = found["verification"]
+    return found["verified"], found["other_key"], len(found["corrupt"])
+
+
+def test_verify_with_the_keys_finds_corrupt_blocks_and_gc_removes_them(filled, command, key_files):
+    with opened(filled, OTHER, KEY) as harness:
+        assert harness.store(K[12:14]) == {}
+    filled.damage(BLOCKS[3])
+    assert verification(command, filled, *key_files) == (13, 0, 1)
+    assert verification(command, filled, *key_files[:2]) == (11, 2, 1)
+    assert verification(command, filled) == (0, 14, 0)
+    command.run("store", "gc", filled.root, "--corrupt", *key_files[:2])
+    assert verification(command, filled, *key_files) == (13, 0, 0)
+
+
+def test_a_key_for_encryption_does_not_verify_other_blocks(slab_store, command, key_files):
+    with slab_store.open() as harness:
+        harness.store(BLOCKS)
+    assert verification(command, slab_store, *key_files) == (0, 12, 0)
+
+
 def test_maintenance_leaves_encrypted_blocks(filled, command):
     report = command.run("store", "verify", filled.root)
-    assert "another integrity key" in report.output
+    assert "another key" in report.output
     command.run("store", "gc", filled.root, "--corrupt")
     assert served(filled) == EVERY
