@@ -1,6 +1,7 @@
 """Sealing: key files, nonces, and blocks that open only as the blocks they are."""
 
 import os
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -132,6 +133,7 @@ def in_child(nonces: Nonces, count: int) -> bytes:
     """Return what a forked child takes."""
     read, write = os.pipe()
     if not (child := os.fork()):
+        signal.alarm(60)  # a lock of the parent's threads would stop it for ever
         with os.fdopen(write, "wb") as pipe:
             pipe.write(b"".join(taken(nonces, count)))
         os._exit(0)
