@@ -167,6 +167,10 @@ class StoreMaintenance(ABC):
         """
         del path
 
+    def use_encryption_key_files(self, paths: Sequence[str]) -> None:
+        """Use the encryption keys in files for verification; see `use_integrity_key_file`."""
+        del paths
+
     @classmethod
     @abstractmethod
     async def find(cls, directory: str) -> Sequence[Self]:

@@ -74,6 +74,14 @@ class VerifyOptions(StoreOptions):
         metavar="FILE",
         show_default=False,
     )
+    encryption_key_files: list[Path] | None = flag(
+        None,
+        "Key file of the tiers that encrypted the blocks (their encryption_key_file), if any; "
+        "repeat the option for several.",
+        "--encryption-key-file",
+        metavar="FILE",
+        show_default=False,
+    )
     after: str = flag(
         "",
         "Object stores only: resume an interrupted run after the NAME that it printed.",
@@ -81,6 +89,13 @@ class VerifyOptions(StoreOptions):
         metavar="NAME",
         show_default=False,
     )
+
+    def use_keys(self, store: StoreMaintenance) -> None:
+        """Have a store verify with the given keys."""
+        if self.key_file is not None:
+            store.use_integrity_key_file(str(self.key_file))
+        if self.encryption_key_files:
+            store.use_encryption_key_files(list(map(str, self.encryption_key_files)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,8 +218,8 @@ async def _find_and_call(
             raise InputError(
                 f"--after is for object stores; a {store.tier_type} store cannot resume"
             )
-        if isinstance(given, VerifyOptions) and given.key_file is not None:
-            store.use_integrity_key_file(str(given.key_file))
+        if isinstance(given, VerifyOptions):
+            given.use_keys(store)
     calls = [(store, call(store, control)) for store in stores]
     for store, iterator in calls:
         # A store that can resume is called even then, to report the position.

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from kvoffload_async.block_io.contract import Run
 from kvoffload_async.block_io.python_io import _Batch
 from kvoffload_async.errors import BusyError, TierUnavailableError
+from kvoffload_async.tiers.files.digests import BlockDigester
 
 SLOT = 4096
 
 
 def batch_of(mover, rows):
-    return _Batch(mover, rows, None, None, is_store=True, is_direct=False)
+    return _Batch(mover, rows, BlockDigester("d:0:4"), None, is_store=True, is_direct=False)
 
 
 def parts(runs, part_slots, idle_threads):
@@ -69,7 +70,7 @@ class Mover:
         self.written = []
         self.others = others
 
-    def move(self, run, rows, *, is_write, is_direct):
+    def move(self, run, rows, encode, *, is_write, is_direct):
         for other in [self.others.pop()] if self.others else []:
             other(self.batch)
         self.written += rows

@@ -19,6 +19,7 @@ from kvoffload_async.types import OffloadKey, make_offload_key
 
 NUMBERS = range(24)
 WITH_KEY = "-key"
+ENCRYPTED = "-encrypted"
 NO_BOOT = "00000000-0000-4000-8000-000000000000"
 
 
@@ -70,14 +71,17 @@ MAKERS = {
     "fs-2": (fill_fs, FS),
     "fs-2-count": (fill_fs, FS),
     "slab-2-headers": (fill_slab, SLAB),
+    "slab-3": (fill_slab, SLAB | {"capacity_bytes": "256KiB"}),
 }
 
 
 def make(name: str) -> None:
-    fill, tier = MAKERS[name.removesuffix(WITH_KEY)]
+    fill, tier = MAKERS[name.removesuffix(WITH_KEY).removesuffix(ENCRYPTED)]
     sample = Sample(name, tier)
     if name.endswith(WITH_KEY):
         sample.integrity_key = INTEGRITY_KEY
+    if name.endswith(ENCRYPTED):
+        sample.encryption_key = INTEGRITY_KEY
     with tempfile.TemporaryDirectory() as folder:
         copy, looked_at = Path(folder, "copy"), Path(folder, "looked-at")
         options = sample.options(Path(folder))

@@ -42,6 +42,7 @@ class Sample:
         blocks: Key in hex digits -> the number that its bytes follow from.
         attributes: Path below the root -> attribute -> value, in hex digits.
         integrity_key: What is in the file of the integrity key; empty without one.
+        encryption_key: Likewise of the encryption key.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Sample:
     blocks: dict[str, int] = field(default_factory=dict)
     attributes: dict[str, dict[str, str]] = field(default_factory=dict)
     integrity_key: str = ""
+    encryption_key: str = ""
 
     @classmethod
     def read(cls, name: str) -> Self:
@@ -85,18 +87,24 @@ class Sample:
                 os.utime(root / path, (THEN_S, THEN_S))
 
     def key_file(self, folder: Path) -> Path | None:
-        """Write the integrity key into a folder, where there is one."""
-        if not self.integrity_key:
+        """Write the key into a folder, where there is one."""
+        key = self.integrity_key or self.encryption_key
+        if not key:
             return None
-        path = folder / "integrity-key"
-        path.write_text(self.integrity_key)
+        path = folder / "key"
+        path.write_text(key)
         path.chmod(0o600)
         return path
 
     def options(self, folder: Path) -> dict[str, Any]:
         """Return the tier's options; the key is written into a folder."""
         path = self.key_file(folder)
-        return self.tier if path is None else self.tier | {"integrity_key_file": str(path)}
+        return self.tier if path is None else self.tier | {f"{self.kind}_key_file": str(path)}
+
+    @property
+    def kind(self) -> str:
+        """The kind of the key."""
+        return "encryption" if self.encryption_key else "integrity"
 
     def keys(self) -> list[OffloadKey]:
         return [OffloadKey(bytes.fromhex(key)) for key in self.blocks]

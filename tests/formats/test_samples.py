@@ -39,7 +39,8 @@ def truth(sample):
 
 def test_there_is_a_sample_of_every_version():
     fs = {"fs-1-key", "fs-1-count", "fs-2-key", "fs-2-count"}
-    assert fs | {"slab-2-headers", "slab-2-headers-key"} == set(NAMES)
+    fs |= {"fs-2-encrypted"}
+    assert fs | {"slab-2-headers", "slab-2-headers-key", "slab-3-encrypted"} == set(NAMES)
 
 
 def test_every_block_of_a_sample_is_served_with_its_bytes(sample, root):
@@ -78,7 +79,7 @@ def test_verify_finds_every_block_of_a_sample_right(sample, root, command, monke
     monkeypatch.setattr(recovery, "boot_id", lambda: "of a later boot")
     command.run("store", "gc", root, "--older-than", 0)  # what the killed process has left
     path = sample.key_file(root.parent)
-    key = () if path is None else ("--integrity-key-file", path)
+    key = () if path is None else (f"--{sample.kind}-key-file", path)
     result = command.run("store", "verify", root, "--json", *key)
     report = json.loads(result.stdout)
     (found,) = report["namespaces"] + report["slab_stores"]

@@ -6,6 +6,7 @@ from sealed_names import SealedConformance, key_file, sealing
 
 from kvoffload_async.testing import TierConformance
 from kvoffload_async.testing.harness import key_of
+from kvoffload_async.tiers.files.sealing import EncryptionKey
 
 
 class FsConformance(TierConformance):
@@ -32,6 +33,15 @@ class FsConformance(TierConformance):
 
 class TestFsTier(FsConformance):
     traffic_runs = 40
+
+
+@pytest.mark.slow
+class TestFsTierThatEncrypts(FsConformance):
+    options: ClassVar[dict] = {
+        "verify": "required",
+        "capacity_bytes": 1024 * KIB,
+        "encryption_keys": (EncryptionKey(bytes(32)),),
+    }
 
 
 @pytest.mark.slow

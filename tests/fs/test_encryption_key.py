@@ -1,11 +1,13 @@
 """With encryption keys, nobody reads a directory's blocks, and no block is served as another."""
 
 import errno
+import json
 import os
 import random
 from pathlib import Path
 
 import pytest
+from command_line import command
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -20,6 +22,8 @@ from kvoffload_async.tiers.files.sealing import EncryptionKey
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE
 from kvoffload_async.tiers.fs.operations import StoreStatus
 from kvoffload_async.tiers.fs.settings import FsSettings
+
+__all__ = ["command"]
 
 SECRET = bytes(range(32))
 KEY, OTHER = EncryptionKey(SECRET), EncryptionKey(SECRET[::-1])
@@ -224,6 +228,30 @@ def test_an_evicted_blocks_inode_is_used_again(directory):
     assert load_key(files(directory), B) is None
 
 
+def test_maintenance_leaves_encrypted_blocks(directory, command):
+    for key in K:
+        store_key(files(directory), key)
+    report = command.run("store", "verify", directory.root)
+    assert "another key" in report.output
+    command.run("store", "gc", directory.root, "--corrupt")
+    assert load(files(directory), *K)[0] == {}
+
+
+def test_verify_with_the_keys_finds_corrupt_blocks(directory, command, tmp_path):
+    path = tmp_path / "key"
+    path.write_bytes(SECRET)
+    path.chmod(0o600)
+    store_key(files(directory), A)
+    store_key(files(directory), B)
+    store_key(files(directory, OTHER), K[2])
+    value, body = stored(directory, B)
+    put(directory, B, value, flipped(body, 9))
+    result = command.run("store", "verify", directory.root, "--json", "--encryption-key-file", path)
+    (found,) = json.loads(result.stdout)["namespaces"]
+    found = found["verification"]
+    assert (found["verified"], found["other_key"], len(found["corrupt"])) == (1, 1, 1)
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [
@@ -240,7 +268,7 @@ def test_options_that_do_not_go_with_it_are_refused(tmp_path, options, why):
         key: str(path) if value == "same" else value for key, value in options.items()
     }
     with pytest.raises(ConfigError, match=why):
-        FsSettings.of(given, KVIdentity({"model_name": "m"}))
+        FsSettings.of(given, KVIdentity("m", run_config={"model_name": "m"}))
     assert not (tmp_path / "root").exists()
 
 

@@ -5,6 +5,7 @@ from sealed_names import SealedConformance, key_file, sealing
 from slab.stores import KIB, SlabStore, flip
 
 from kvoffload_async.testing import TierConformance
+from kvoffload_async.tiers.files.sealing import EncryptionKey
 from kvoffload_async.tiers.slab.addresses import segment_of, slot_of
 from kvoffload_async.tiers.slab.layout import segment_name
 
@@ -33,6 +34,17 @@ class TestSlabTier(SlabConformance):
 
 class TestSlabTierThatIsFullAndWaitsForTheDevice(SlabConformance):
     options: ClassVar[dict] = {"capacity_bytes": 300 * KIB, "fsync": True, "policy": "arc"}
+
+
+@pytest.mark.slow
+class TestSlabTierThatEncrypts(SlabConformance):
+    options: ClassVar[dict] = {"encryption_keys": (EncryptionKey(bytes(32)),)}
+
+
+@pytest.mark.slow
+class TestSlabTierThatEncryptsRowsThatAreNoPages(SlabConformance):
+    slot_bytes = 5000
+    options: ClassVar[dict] = {"direct_io": True, "encryption_keys": (EncryptionKey(bytes(32)),)}
 
 
 @pytest.mark.slow

@@ -3,7 +3,9 @@
 import json
 import random
 
+import numpy as np
 import pytest
+from command_line import command
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -16,8 +18,10 @@ from kvoffload_async.tiers.files.ops import FileOps, read_file
 from kvoffload_async.tiers.files.sealing import EncryptionKey
 from kvoffload_async.tiers.slab.addresses import segment_of, slot_of
 from kvoffload_async.tiers.slab.layout import segment_name
-from kvoffload_async.tiers.slab.records import keys_of, scan
+from kvoffload_async.tiers.slab.records import checkpoint, keys_of, scan
 from kvoffload_async.tiers.slab.tier import SlabSettings
+
+__all__ = ["command"]
 
 SECRET = bytes(range(32))
 KEY, OTHER = EncryptionKey(SECRET), EncryptionKey(SECRET[::-1])
@@ -58,7 +62,8 @@ def served(store, *keys, **options):
         failures = harness.load(BLOCKS)
         loaded = {i for i in range(len(BLOCKS)) if i not in failures}
         assert all(harness.holds(BLOCKS[i], i) for i in loaded)
-        assert not any(harness.rows[i].any() for i in failures)
+        # Wiped, or valid for that key: then only its record names another tag.
+        assert all(harness.holds(BLOCKS[i], i) for i in failures if harness.rows[i].any())
         return loaded
 
 
@@ -208,4 +213,56 @@ def test_options_that_do_not_go_with_it_are_refused(tmp_path, options, why):
         "encryption_key_file": str(path),
     } | {key: str(path) if value == "same" else value for key, value in options.items()}
     with pytest.raises(ConfigError, match=why):
-        SlabSettings.of(given, KVIdentity({"model_name": "m"}))
+        SlabSettings.of(given, KVIdentity("m", run_config={"model_name": "m"}))
+
+
+@pytest.mark.parametrize("columns", [["address"], ["key"], ["digest"], ["key", "digest"]], ids=str)
+def test_a_journal_that_others_have_written_serves_no_block(filled, columns):
+    """Its frames are right, as anybody can make them; what belongs to a block is moved."""
+    seed = filled.own_manifest().journal_seed
+    scanned = scan(read_file(FileOps(), str(filled.journal)), seed)
+    records = records_of(scanned).copy()
+    for column in columns:
+        records[column] = np.roll(records[column], 1)
+    filled.journal.write_bytes(b"".join(checkpoint(scanned.sequence + 1, records, seed)))
+    assert served(filled) == set()
+
+
+@pytest.fixture
+def key_files(tmp_path):
+    paths = [tmp_path / "one", tmp_path / "other"]
+    for path, secret in zip(paths, (SECRET, SECRET[::-1]), strict=True):
+        path.write_bytes(secret)
+        path.chmod(0o600)
+    return [argument for path in paths for argument in ("--encryption-key-file", path)]
+
+
+def verification(command, store, *arguments):
+    result = command.run("store", "verify", store.root, "--json", *arguments)
+    (found,) = json.loads(result.stdout)["slab_stores"]
+    found = found["verification"]
+    return found["verified"], found["other_key"], len(found["corrupt"])
+
+
+def test_verify_with_the_keys_finds_corrupt_blocks_and_gc_removes_them(filled, command, key_files):
+    with opened(filled, OTHER, KEY) as harness:
+        assert harness.store(K[12:14]) == {}
+    filled.damage(BLOCKS[3])
+    assert verification(command, filled, *key_files) == (13, 0, 1)
+    assert verification(command, filled, *key_files[:2]) == (11, 2, 1)
+    assert verification(command, filled) == (0, 14, 0)
+    command.run("store", "gc", filled.root, "--corrupt", *key_files[:2])
+    assert verification(command, filled, *key_files) == (13, 0, 0)
+
+
+def test_a_key_for_encryption_does_not_verify_other_blocks(slab_store, command, key_files):
+    with slab_store.open() as harness:
+        harness.store(BLOCKS)
+    assert verification(command, slab_store, *key_files) == (0, 12, 0)
+
+
+def test_maintenance_leaves_encrypted_blocks(filled, command):
+    report = command.run("store", "verify", filled.root)
+    assert "another key" in report.output
+    command.run("store", "gc", filled.root, "--corrupt")
+    assert served(filled) == EVERY

@@ -24,8 +24,9 @@ from kvoffload_async.abc.maintenance import (
     Summary,
 )
 from kvoffload_async.errors import InputError
-from kvoffload_async.tiers.files.digests import IntegrityKey, read_key_file
+from kvoffload_async.tiers.files.digests import read_key_file
 from kvoffload_async.tiers.files.ops import FileOps
+from kvoffload_async.tiers.files.sealing import BlockKey, parse_encryption_keys
 from kvoffload_async.waiting import all_done
 
 
@@ -96,7 +97,7 @@ class Verification:
             ("verified", f"{self.verified:,}"),
             ("without a digest", f"{self.without_digest:,}"),
             ("of a newer release", f"{self.newer:,}"),
-            ("of another integrity key", f"{self.other_key:,}"),
+            ("of another key", f"{self.other_key:,}"),
             ("corrupt", f"{self.corrupt_blocks:,}"),
             ("unreadable", f"{self.unreadable_blocks:,}"),
             ("removed or replaced meanwhile", f"{self.gone:,}"),
@@ -300,10 +301,13 @@ class FolderMaintenance(StoreMaintenance):
         """Maintain the store in a folder; `ops` must have entered the folder's directory."""
         self.folder = folder
         self._ops = ops
-        self._key: IntegrityKey | None = None
+        self._key: BlockKey = None
 
     def use_integrity_key_file(self, path: str) -> None:
         self._key = read_key_file(path)
+
+    def use_encryption_key_files(self, paths: Sequence[str]) -> None:
+        self._key = parse_encryption_keys(list(paths), "encryption_key_file")
 
     @classmethod
     async def find(cls, directory: str) -> Sequence[Self]:

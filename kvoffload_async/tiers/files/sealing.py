@@ -25,7 +25,13 @@ import numpy as np
 
 from kvoffload_async.config import parse_file
 from kvoffload_async.errors import ConfigError
-from kvoffload_async.tiers.files.digests import KEY_ID_BYTES, SecretKey, framed, read_secret
+from kvoffload_async.tiers.files.digests import (
+    KEY_ID_BYTES,
+    IntegrityKey,
+    SecretKey,
+    framed,
+    read_secret,
+)
 from kvoffload_async.tiers.files.identity import boot_id
 
 logger = logging.getLogger(__name__)
@@ -58,6 +64,9 @@ class EncryptionKey(SecretKey):
 
 EncryptionKeys = Sequence[EncryptionKey]
 """Different keys: the first seals, and all open."""
+
+BlockKey = IntegrityKey | EncryptionKeys | None
+"""With what key blocks are made, if any."""
 
 
 def parse_encryption_keys(value: object, key: str) -> EncryptionKeys:

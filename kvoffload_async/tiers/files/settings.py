@@ -25,7 +25,7 @@ from kvoffload_async.registry import check_tier_policy, create_policy
 from kvoffload_async.tiers.files.digests import IntegrityKey, read_key_file
 from kvoffload_async.tiers.files.modes import Modes
 from kvoffload_async.tiers.files.ops import FileOps
-from kvoffload_async.tiers.files.sealing import EncryptionKeys, parse_encryption_keys
+from kvoffload_async.tiers.files.sealing import BlockKey, EncryptionKeys, parse_encryption_keys
 from kvoffload_async.types import Locality
 
 
@@ -71,6 +71,11 @@ class SealingOptions(IntegrityOptions):
                 "integrity_key_file: does not go with encryption_key_file, which also detects "
                 "every change; leave one of them out"
             )
+
+    @property
+    def block_key(self) -> BlockKey:
+        """The key that blocks are made with, if any."""
+        return self.integrity_key if self.encryption_keys is None else self.encryption_keys
 
     @property
     def is_encrypted(self) -> bool:

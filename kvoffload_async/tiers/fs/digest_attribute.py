@@ -18,7 +18,7 @@ from kvoffload_async.tiers.files.digests import (
     IntegrityKey,
     create_digester,
 )
-from kvoffload_async.tiers.files.sealing import SEAL_BYTES, EncryptionKeys, Sealer
+from kvoffload_async.tiers.files.sealing import SEAL_BYTES, BlockKey, EncryptionKeys, Sealer
 from kvoffload_async.types import OffloadKey
 
 ATTRIBUTE = "user.kvoffload.xxh3"
@@ -108,13 +108,11 @@ class SealedAttributes(AttributeDigester):
         return origin
 
 
-def create_attributes(
-    layout: str, integrity_key: IntegrityKey | None, encryption_keys: EncryptionKeys | None
-) -> AttributeDigester:
-    """Create what computes the attributes of a layout, with or without keys."""
-    if encryption_keys is not None:
-        return SealedAttributes(layout, encryption_keys)
-    return AttributeDigester(layout, integrity_key)
+def create_attributes(layout: str, key: BlockKey) -> AttributeDigester:
+    """Create what computes the attributes of a layout, with or without a key."""
+    if key is None or isinstance(key, IntegrityKey):
+        return AttributeDigester(layout, key)
+    return SealedAttributes(layout, key)
 
 
 class DigestCache:

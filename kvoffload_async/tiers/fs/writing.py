@@ -80,7 +80,7 @@ class BlockWriter:
         self.block_bytes = block_bytes
         self.writers = writers
         layout = namespace.layout_of(block_bytes)
-        self.digester = create_attributes(layout, settings.integrity_key, settings.encryption_keys)
+        self.digester = create_attributes(layout, settings.block_key)
         self.digest_cache = DigestCache()
         self._direct = DirectIo(wanted=settings.direct_io, where=namespace.folder)
         self._unverified_marker = f"{namespace.folder}/{UNVERIFIED_MARKER}"

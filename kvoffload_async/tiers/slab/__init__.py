@@ -4,8 +4,8 @@ Creating a file per block costs more than writing the block. Therefore blocks ar
 slots of a few large preallocated files, adjacent blocks are copied in one vectored call, and a
 journal maps slots to keys.
 
-The format, version 2
-=====================
+The format, versions 2 and 3
+============================
 
 All numbers are little-endian. A store is a folder with these files:
 
@@ -25,15 +25,16 @@ lock: the journal is removed, then the segments, then the new manifest is rename
 A kill in between leaves an empty store of the old layout.
 
 **Manifest.** A JSON object: `format` ("kvoffload-slab"), `version`, `block_bytes`, `slot_bytes`
-(block_bytes rounded up to 4096), `rank`, `run_config` (everything that determines a block's byte
-layout), `layout` (text `<digest>:<rank>:<block_bytes>`, where the digest is the first 12 hex digits
-of the SHA-256 of `run_config` as JSON with sorted keys and no blanks), and `xxh3`: 16 hex digits of
-XXH3-64 of the object without this key, as JSON with sorted keys and no blanks; `features`,
-`store_uuid` and, with an integrity key, its id in `integrity_key_id`.
+(block_bytes, and 52 if encrypted, rounded up to 4096), `rank`, `run_config` (everything that
+determines a block's byte layout), `layout` (text `<digest>:<rank>:<block_bytes>`, where the digest
+is the first 12 hex digits of the SHA-256 of `run_config` as JSON with sorted keys and no blanks),
+and `xxh3`: 16 hex digits of XXH3-64 of the object without this key, as JSON with sorted keys and no
+blanks; `features`, `store_uuid` and, with an integrity key, its id in `integrity_key_id`.
 
 **Segment.** The file begins with a header of 4096 bytes: "KVSLABS1", the 16 bytes of the store's
 UUID, the segment's number and the bytes of a slot, 8 bytes each, XXH3-64 of these 40 bytes, zeros.
-Then follow slots of `slot_bytes` each. A slot contains a block and undefined padding. The file's
+Then follow slots of `slot_bytes` each. A slot contains a block, its seal if it is encrypted, and
+undefined padding. The file's
 size determines the number of slots. A segment number is not reused while the journal may still
 refer to it.
 
@@ -54,7 +55,7 @@ has in either are dropped.
                                                32      96     the key, then zeros
 
 Flags of a record: 1, it has a checksum; 2, the block needs verification before use; 4, the checksum
-is keyed with the integrity key.
+is made with a key.
 
 All records of a frame share its sequence number. It is that of the previous frame plus 1 plus the
 number of skipped ones, which belong to failed appends. The frame's checksum is XXH3-64 of the
@@ -62,6 +63,11 @@ header's first 24 bytes and all records, seeded with XXH3-64 of `layout`, a zero
 store's UUID as text. A block's checksum is XXH3-128 of its bytes, seeded with XXH3-64 of `layout`,
 a zero byte and the key, or with an integrity key a MAC over the same. A block in the wrong slot
 therefore fails verification.
+
+**Encryption.** Version 3 has the incompatible feature `encryption`: a block is encrypted, and
+behind it is its seal, as `kvoffload_async.tiers.files.sealing` specifies for the purpose "slab 3".
+The checksum in the record is the seal's tag, and has flag 4. A record therefore has the length of
+other records, and the journal and the index in memory take no more for a slot.
 
 The last record of each address is valid. In a removal record only the address is used. A tick is a
 logical time that rises with uses; blocks with equal ticks are ordered by their records.

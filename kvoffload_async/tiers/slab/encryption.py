@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from typing import Self
 
-from kvoffload_async.tiers.files.digests import BlockDigester
-from kvoffload_async.tiers.files.sealing import SEAL_BYTES, TAG_BYTES, EncryptionKeys, Sealer
+from kvoffload_async.tiers.files.digests import BlockDigester, IntegrityKey, create_digester
+from kvoffload_async.tiers.files.sealing import (
+    SEAL_BYTES,
+    TAG_BYTES,
+    BlockKey,
+    EncryptionKeys,
+    Sealer,
+)
 from kvoffload_async.types import OffloadKey
 
 
@@ -34,3 +40,14 @@ class BlockCipher(BlockDigester):
         seal = bytes(slot[end : end + SEAL_BYTES])
         is_valid = self._sealer.open_into(key, seal, row, source=slot[:end])
         return seal[-TAG_BYTES:] if is_valid else None
+
+    def has_key(self, slot: memoryview) -> bool:
+        """Return whether the key of a slot's block is given here."""
+        return self._sealer.has_key(bytes(slot[-SEAL_BYTES:]))
+
+
+def create_block_digester(layout: str, key: BlockKey) -> BlockDigester:
+    """Create what computes the checksums of a layout, with or without a key."""
+    if key is None or isinstance(key, IntegrityKey):
+        return create_digester(layout, key)
+    return BlockCipher(layout, key)

@@ -28,7 +28,6 @@ from kvoffload_async.config import (
 )
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.tables.arrays import MAX_NUMBERS
-from kvoffload_async.tiers.files.digests import create_digester
 from kvoffload_async.tiers.files.features import NewerFormatError
 from kvoffload_async.tiers.files.identity import DirectoryIdentity, boot_id
 from kvoffload_async.tiers.files.locks import InUseError, lock_for_process
@@ -36,7 +35,7 @@ from kvoffload_async.tiers.files.ops import DirectIo, FileOps, sync_folder, warn
 from kvoffload_async.tiers.files.settings import DiskSettings, SealingOptions
 from kvoffload_async.tiers.slab.addresses import segment_of
 from kvoffload_async.tiers.slab.catalog import Catalog
-from kvoffload_async.tiers.slab.encryption import BlockCipher
+from kvoffload_async.tiers.slab.encryption import create_block_digester
 from kvoffload_async.tiers.slab.journal import Journal, RecordTable
 from kvoffload_async.tiers.slab.layout import (
     JOURNAL,
@@ -233,11 +232,7 @@ class OpenStore:
         except BaseException:
             self._unlock()
             raise
-        self.digester = (
-            create_digester(self.manifest.layout, settings.integrity_key)
-            if settings.encryption_keys is None
-            else BlockCipher(self.manifest.layout, settings.encryption_keys)
-        )
+        self.digester = create_block_digester(self.manifest.layout, settings.block_key)
         self.table = RecordTable()
         direct = DirectIo(wanted=settings.direct_io, where=self.folder)
         self.segments = Segments(

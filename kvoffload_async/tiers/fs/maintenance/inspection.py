@@ -16,10 +16,10 @@ from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final, NamedTuple
 
-from kvoffload_async.tiers.files.digests import IntegrityKey
 from kvoffload_async.tiers.files.maintenance import BadBlock, MaintenanceIo, Verdict, folders_in
 from kvoffload_async.tiers.files.ops import Entry, FileOps, names_in, read_all
-from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE, AttributeDigester, Origin
+from kvoffload_async.tiers.files.sealing import BlockKey
+from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE, Origin, create_attributes
 from kvoffload_async.tiers.fs.layout import TEMP_SUFFIX, Namespace, counted_bytes, has_vllms_layout
 from kvoffload_async.tiers.fs.usage import Usage, read_usage
 from kvoffload_async.tiers.fs.walk import writer_of
@@ -379,7 +379,7 @@ class BlockChecker:
         ops: FileOps,
         namespace: FoundNamespace,
         blocks: Sequence[FoundBlock],
-        key: IntegrityKey | None = None,
+        key: BlockKey = None,
         *,
         remove_corrupt: bool = False,
     ) -> None:
@@ -389,7 +389,7 @@ class BlockChecker:
             ops: The system calls.
             namespace: The blocks' namespace.
             blocks: All its blocks.
-            key: Integrity key of the checksums.
+            key: The key of the blocks.
             remove_corrupt: Whether to remove the files of corrupt blocks.
         """
         self._key = key
@@ -432,7 +432,7 @@ class BlockChecker:
         length = self._ops.fstat(fd).st_size
         # Read before the bytes, so that a file overwritten meanwhile does not match.
         digest = self._ops.get_xattr(fd, ATTRIBUTE)
-        digester = AttributeDigester(self._namespace.layout_of(length), self._key)
+        digester = create_attributes(self._namespace.layout_of(length), self._key)
         origin = None if digest is None else digester.origin_of(digest)
         if origin is Origin.NEWER:  # its blocks may have another length
             return Verdict.NEWER, ""
@@ -446,7 +446,7 @@ class BlockChecker:
             return Verdict.CORRUPT, f"ends after {done} bytes"
         if verdict := _NOT_COMPARED.get(origin):
             return verdict, ""
-        if digest != digester.attribute_value(block.key, data):
+        if digest is None or not digester.matches(block.key, digest, data):
             return Verdict.CORRUPT, "wrong checksum"
         return Verdict.VERIFIED, ""
 

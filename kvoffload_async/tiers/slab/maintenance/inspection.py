@@ -18,12 +18,14 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvoffload_async.tiers.files.digests import IntegrityKey, create_digester
+from kvoffload_async.tiers.files.digests import IntegrityKey
 from kvoffload_async.tiers.files.features import NewerFormatError
 from kvoffload_async.tiers.files.locks import holder_of
 from kvoffload_async.tiers.files.maintenance import BadBlock, MaintenanceIo, Verdict, folders_in
 from kvoffload_async.tiers.files.ops import FileOps, NotRegularFileError, read_all
+from kvoffload_async.tiers.files.sealing import SEAL_BYTES, BlockKey
 from kvoffload_async.tiers.slab.addresses import SlotAddress, segment_of, slot_of
+from kvoffload_async.tiers.slab.encryption import BlockCipher, create_block_digester
 from kvoffload_async.tiers.slab.layout import (
     BAD_JOURNAL,
     JOURNAL,
@@ -169,11 +171,14 @@ def read_contents(ops: FileOps, folder: str) -> Contents:
     return Contents(manifest, problem, found, scanned, len(journal), is_trusted, live)
 
 
-def key_problem(contents: Contents, key: IntegrityKey | None) -> str | None:
+def key_problem(contents: Contents, key: BlockKey) -> str | None:
     """Return why checksums cannot be verified with this key, or None if they can be."""
+    if key is not None and not isinstance(key, IntegrityKey):
+        is_encrypted = contents.manifest is None or contents.manifest.is_encrypted
+        return None if is_encrypted else "its blocks are not encrypted, but a key for that is given"
     key_id = contents.manifest.key_id if contents.manifest is not None else None
     if contents.manifest is not None and contents.manifest.is_encrypted:
-        return "its blocks are encrypted, and are verified only by a tier with their key"
+        return "its blocks are encrypted; give --encryption-key-file"
     if contents.manifest is None or key_id == (None if key is None else key.id.hex()):
         return None
     if key is None:
@@ -328,7 +333,7 @@ class Outcome:
 
 
 async def verify_slab(
-    io: MaintenanceIo, folder: str, contents: Contents, key: IntegrityKey | None
+    io: MaintenanceIo, folder: str, contents: Contents, key: BlockKey
 ) -> AsyncGenerator[Outcome, None]:
     """Read and verify every block; yield the outcomes. Incomplete if stopped.
 
@@ -385,12 +390,12 @@ class SlotChecker:
         folder: str,
         manifest: Manifest,
         live: Records,
-        key: IntegrityKey | None,
+        key: BlockKey,
     ) -> None:
         self._ops = ops
         self._folder = folder
         self._manifest = manifest
-        self._digester = create_digester(manifest.layout, key)
+        self._digester = create_block_digester(manifest.layout, key)
         self._keys: Sequence[OffloadKey] = keys_of(live)
         self._places: Sequence[SlotAddress] = addresses_of(live)
         self._flags: Sequence[int] = live["flags"].tolist()
@@ -417,7 +422,8 @@ class SlotChecker:
         except OSError as error:
             return dict.fromkeys(batch, _unreadable(error))
         try:
-            buffer = memoryview(bytearray(self._manifest.block_bytes))
+            tail_bytes = SEAL_BYTES if self._manifest.is_encrypted else 0
+            buffer = memoryview(bytearray(self._manifest.block_bytes + tail_bytes))
             return {row: self._check_slot(fd, row, buffer) for row in batch}
         finally:
             self._ops.close(fd)
@@ -441,7 +447,13 @@ class SlotChecker:
                 return Verdict.WITHOUT_DIGEST, ""
         if bool(flags & KEYED) is not is_keyed:
             return Verdict.CORRUPT, "its checksum is made without the integrity key"
-        if self._digester.digest(self._keys[row], data) != self._digests[row].tobytes():
+        if isinstance(self._digester, BlockCipher):
+            if not self._digester.has_key(data):
+                return Verdict.OTHER_KEY, ""
+            digest = self._digester.decrypt(self._keys[row], data, data[:-SEAL_BYTES])
+        else:
+            digest = self._digester.digest(self._keys[row], data)
+        if digest != self._digests[row].tobytes():
             return Verdict.CORRUPT, "wrong checksum"
         return Verdict.VERIFIED, ""
 
