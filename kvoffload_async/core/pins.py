@@ -62,9 +62,9 @@ class Pins:
         readable = [key for key, answer in answers if answer is LookupResult.HIT]
         fresh = [key for key in readable if key not in self._until_s]
         new: list[OffloadKey] = []
-        for share, keys in self._primary.keys_by_share(fresh):
+        for share, own in self._primary.keys_by_share(fresh):
             room = min(self._room.left_in(share), share.most // _SHARE - share.kept)
-            fitting = keys[: max(0, room)]
+            fitting = own[: max(0, room)]
             share.kept += len(fitting)
             new += fitting
         self._primary.pin(new)

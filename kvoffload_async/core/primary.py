@@ -313,7 +313,7 @@ class Share:
 
     Attributes:
         most: Maximum number of slots.
-        free: Slots that the tenant may still take; they add up to the free slots of the pool.
+        free: Slots that the tenant may still take, which are free in the pool.
         held: Slots that belong to no block, but that an orphaned copy may still access.
         kept: Number of blocks that users pin; set by `Pins`.
         idle: Number of readable blocks that are neither pinned nor protected.
@@ -367,7 +367,7 @@ class Tenancy:
     """How the slots are divided among tenants.
 
     Attributes:
-        quotas: Slots of each tenant, at least 1; they add up to the slots of the primary.
+        quotas: Slots of each tenant, at least 1; together at most those of the primary.
         tenant_of: Returns the index of a key's tenant.
     """
 
@@ -391,6 +391,7 @@ class ResidentBlocks:
         on_write_ended: Called with the same keys, while `Cascades` waits for a write to end.
         policy: The eviction policy. Read-only.
         shares: The slots of each tenant; one without tenants. Read-only.
+        is_shared: Whether there are tenants. Read-only.
         now_s: Time of the current step, in seconds.
         room_made: Number of times that a slot became free or evictable, or was no longer withheld
             from stores. After a store that found no room, its increase is the maximum number of
@@ -408,6 +409,7 @@ class ResidentBlocks:
         self.barred = BarredKeys()
         self.policy = policy
         self._tenancy = tenancy
+        self.is_shared = tenancy is not None
         quotas = [num_slots] if tenancy is None else tenancy.quotas
         self.shares = [Share(most, num_slots) for most in quotas]
         self._whole = (self.shares[0],)
@@ -435,11 +437,6 @@ class ResidentBlocks:
     def hinted_blocks(self) -> int:
         """Number of blocks that hints retain."""
         return sum(each.hinted.retained for each in self.shares if each.hinted is not None)
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether tenants have slots of their own."""
-        return self._tenancy is not None
 
     @property
     def num_kept(self) -> int:
@@ -1199,19 +1196,21 @@ class Primary(ResidentBlocks):
                 self.pool.free(victims)
             slots = self.pool.allocate(len(missing))
         self._blocks.add(missing, slots)
-        share.free -= len(slots)
+        self._note_taken(share, slots)
         refs = self._refs
         for slot in slots:
             refs[slot] = WRITING
-        if self._tenancy is not None:
-            index, share_of = self.shares.index(share), self._share_of
-            for slot in slots:
-                share_of[slot] = index
         if writer is not None:
             self._writers.update(dict.fromkeys(slots, writer))
         self._writing += len(missing)
         self.policy.admit(missing, slots)
         return slots, evicted
+
+    def _note_taken(self, share: Share, slots: Sequence[int]) -> None:
+        share.free -= len(slots)
+        index, share_of = self.shares.index(share), self._share_of
+        for slot in slots if self.is_shared else ():
+            share_of[slot] = index
 
     def _evict(self, victims: Sequence[int]) -> list[OffloadKey]:
         """Remove the blocks in slots that the policy chose as victims; return their keys."""

@@ -23,9 +23,9 @@ from kvoffload_async.types import ReqContext
 A, B = k("a"), k("b")
 
 
-def test_the_invariants_are_p1_to_p27():
+def test_the_invariants_are_p1_to_p28():
     every = [*STATE_INVARIANTS, *REST_INVARIANTS, *HISTORY_INVARIANTS]
-    assert {invariant.name for invariant in every} == {f"P{i}" for i in range(1, 28)}
+    assert {invariant.name for invariant in every} == {f"P{i}" for i in range(1, 29)}
     assert all(invariant.statement for invariant in every)
 
 
@@ -267,7 +267,7 @@ def damage_p22_early_beside_a_queue(world):
 
 
 def damage_p7_pins(world):
-    world.primary.num_kept += 1
+    world.primary.shares[0].kept += 1
 
 
 def damage_p27_nobody_deletes(world):
