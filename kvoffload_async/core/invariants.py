@@ -164,11 +164,9 @@ def promotions_are_single_and_bounded(planner: Planner) -> Iterator[str]:
         yield f"{room.named} slots are named, not {len(tickets | in_flight)}"
     if len(planner.pins) > planner.pins.most or planner.primary.num_kept != len(planner.pins):
         yield f"{len(planner.pins)} blocks are pinned, at most {planner.pins.most} may be"
-    if room.named > planner.primary.num_slots - room.reserved:
-        yield f"{room.named} slots are named, and {room.reserved} reserved for stores"
     for share, own in planner.primary.keys_by_share(list(tickets | in_flight)):
         if not room.named_in(share) == len(own) <= share.most - room.reserved_in(share):
-            yield f"{len(own)} slots of a tenant are named, of {share.most}"
+            yield f"{len(own)} slots are named, not {room.named_in(share)} of {share.most}"
 
 
 def tenants_keep_to_their_slots(planner: Planner) -> Iterator[str]:
