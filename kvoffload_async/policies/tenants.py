@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 from kvoffload_async.abc.policy import CachePolicy
+from kvoffload_async.errors import ConfigError
 from kvoffload_async.tables.arrays import integers, small_integers
 from kvoffload_async.tables.lists import FreeNumbers
 from kvoffload_async.types import OffloadKey, ReqContext
@@ -32,6 +34,56 @@ def divide(capacity: int, quotas: Sequence[int | None]) -> list[int]:
             rest, num_sharing = rest - part, num_sharing - 1
         parts.append(part)
     return parts
+
+
+@dataclass(frozen=True)
+class TenantQuotas:
+    """The quotas of tenants in bytes.
+
+    Attributes:
+        quota_bytes: Each tenant's quota; None: an equal share of what the quotas leave.
+        tenant_of: Returns the index of a key's tenant.
+    """
+
+    quota_bytes: Sequence[int | None]
+    tenant_of: Callable[[OffloadKey], int]
+
+    def grouped(self, keys: Sequence[OffloadKey], indices: Sequence[int]) -> list[list[int]]:
+        """Group indices of keys by tenant, in order."""
+        groups: dict[int, list[int]] = {}
+        for index in indices:
+            groups.setdefault(self.tenant_of(keys[index]), []).append(index)
+        return list(groups.values())
+
+    def blocks(self, capacity_blocks: int, block_bytes: int, key: str) -> list[int]:
+        """Return each tenant's part of a capacity in blocks.
+
+        Raises:
+            ConfigError: The capacity is too small, or a quota for a block; names the option `key`.
+        """
+        quotas = [None if quota is None else quota // block_bytes for quota in self.quota_bytes]
+        if 0 in quotas:
+            raise ConfigError(
+                f"quota_bytes: {self.quota_bytes[quotas.index(0)]} holds no block of {block_bytes} "
+                "bytes; give at least that"
+            )
+        try:
+            return divide(capacity_blocks, quotas)
+        except ValueError as error:
+            raise ConfigError(
+                f"{key}: {capacity_blocks} blocks of {block_bytes} bytes: {error}; lower "
+                f"quota_bytes of a tenant, or raise {key}"
+            ) from error
+
+    def policies(
+        self, create: Callable[[int], CachePolicy], capacity_blocks: int
+    ) -> TenantPolicies:
+        """Return a policy in which each tenant may have any part of the capacity.
+
+        So a store that was written under other quotas can be taken over as it is.
+        """
+        own = [create(capacity_blocks) for _ in self.quota_bytes]
+        return TenantPolicies(capacity_blocks, own, self.tenant_of)
 
 
 class TenantPolicies(CachePolicy):
@@ -115,6 +167,15 @@ class TenantPolicies(CachePolicy):
         slots = self._slots[tenant]
         return [slots[number] for number in victims]
 
+    def counts(self) -> list[int]:
+        """Return the number of each tenant's resident blocks."""
+        return list(map(self.num_blocks, range(len(self.policies))))
+
+    def most_over(self, parts: Sequence[int]) -> tuple[int, int]:
+        """Return the tenant that exceeds its part by the most blocks, and by how many, or 0."""
+        over = [count - part for count, part in zip(self.counts(), parts, strict=True)]
+        return over.index(max(over)), max(0, *over)
+
     def _test(self, tenant: int, is_evictable: Callable[[int], bool]) -> Callable[[int], bool]:
         slots = self._slots[tenant]
         return lambda number: is_evictable(slots[number])
@@ -197,3 +258,9 @@ class TenantPolicies(CachePolicy):
             own.append(bool(other))
         for tenant, (numbers, own) in groups.items():
             yield tenant, numbers, own
+
+
+def tenant_gauges(policy: CachePolicy, block_bytes: int) -> dict[str, int]:
+    """Return the bytes used by each tenant, by name of a gauge; empty without tenants."""
+    counts = policy.counts() if isinstance(policy, TenantPolicies) else ()
+    return {f"tenant_{tenant}_bytes": count * block_bytes for tenant, count in enumerate(counts)}
