@@ -171,10 +171,27 @@ class TenantPolicies(CachePolicy):
         """Return the number of each tenant's resident blocks."""
         return list(map(self.num_blocks, range(len(self.policies))))
 
-    def most_over(self, parts: Sequence[int]) -> tuple[int, int]:
-        """Return the tenant that exceeds its part by the most blocks, and by how many, or 0."""
-        over = [count - part for count, part in zip(self.counts(), parts, strict=True)]
-        return over.index(max(over)), max(0, *over)
+    def fullest(self, parts: Sequence[int]) -> tuple[int, int]:
+        """Return the tenant that has the most of its part, and by how many blocks it exceeds it."""
+        shares = [count / part for count, part in zip(self.counts(), parts, strict=True)]
+        tenant = shares.index(max(shares))
+        return tenant, max(0, self.num_blocks(tenant) - parts[tenant])
+
+    def evict_some(
+        self,
+        tenant: int,
+        incoming: Sequence[OffloadKey],
+        count: int,
+        is_evictable: Callable[[int], bool],
+    ) -> list[int]:
+        """Evict up to `count` blocks of a tenant, at most as many as are incoming."""
+        evicted: list[int] = []
+        portion = count = min(count, self.num_blocks(tenant))
+        while portion and len(evicted) < count:
+            slots = self.evict(tenant, incoming, min(portion, count - len(evicted)), is_evictable)
+            evicted += slots or ()
+            portion = portion if slots else portion // 2
+        return evicted
 
     def _test(self, tenant: int, is_evictable: Callable[[int], bool]) -> Callable[[int], bool]:
         slots = self._slots[tenant]

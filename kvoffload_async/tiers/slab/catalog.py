@@ -378,7 +378,7 @@ class Catalog:
         victims, freed = self._removed(evicted)
         while self._free.num_free < num_new:
             missing = num_new - self._free.num_free
-            other, over = policy.most_over(self._parts)
+            other, over = policy.fullest(self._parts)
             slots = self._evict(
                 policy, other if over else tenant, (), min(missing, over or missing)
             )
@@ -395,17 +395,8 @@ class Catalog:
         self, policy: TenantPolicies, tenant: int, incoming: Sequence[OffloadKey], count: int
     ) -> list[int]:
         """Evict up to `count` blocks of a tenant; return their slots."""
-        evicted: list[int] = []
-        portion = count = min(count, policy.num_blocks(tenant))
-        while portion and len(evicted) < count:
-            portion = min(portion, count - len(evicted))
-            coming = [*incoming, *placeholders(max(0, portion - len(incoming)))]
-            slots = policy.evict(tenant, coming, portion, self._is_evictable)
-            if slots is None:
-                portion //= 2
-            else:
-                evicted += slots
-        return evicted
+        coming = [*incoming, *placeholders(count - len(incoming))]
+        return policy.evict_some(tenant, coming, count, self._is_evictable)
 
     def _is_evictable(self, slot: int) -> bool:
         address: SlotAddress = self._address_of[slot]
