@@ -173,3 +173,56 @@ def test_damage_to_the_counts_is_found():
     world.primary.shares[0].free -= 3
     with pytest.raises(InvariantError, match="P28"):
         world.check()
+
+
+def test_tickets_of_one_tenant_stay_within_its_own_budget():
+    world = shared(3, 30, tiers=1)
+    world.fill(0, ks("abc"))
+    first, second = world.begin("f"), world.begin("s")
+    world.lookups(first, "ab")
+    world.step(0.1)
+    world.lookups(second, "c")
+    world.step(0.1)
+    world.check()
+    assert world.lookups(second, "c") == [PENDING]
+    assert world.planner.room.named == 2
+    world.wind_down()
+
+
+def test_a_tenant_is_starved_though_another_holds_tickets():
+    world = shared(2, 4, tiers=1)
+    world.fill(0, ks("aB"))
+    holder, waiter = world.begin("h"), world.begin("w")
+    world.offer(world.begin("x"), "xy")
+    answers = []
+    for _ in range(15):
+        world.lookups(holder, "B")
+        answers += world.lookups(waiter, "a")
+        world.step(0.1)
+        world.finish_all()
+    assert MISS in answers, "it waits for nobody of its own"
+    world.wind_down()
+
+
+def test_each_tenant_has_a_head_in_the_queue():
+    world = shared(2, 2, tiers=1)
+    world.fill(0, ks("abAB"))
+    world.offer(world.begin("x"), "xy")
+    world.offer(world.begin("y"), "XY")
+    heads = [world.begin("h"), world.begin("i")]
+    behind = world.begin("j")
+    for ctx, names in zip([*heads, behind], ["a", "A", "b"], strict=True):
+        world.lookups(ctx, names)
+    world.step(0.1)
+    room = world.planner.room
+    assert [request.ctx for request in room.queue if room.is_head(request)] == heads
+    world.wind_down()
+
+
+def test_room_is_that_of_one_tenant():
+    world = shared(2, 5)
+    world.store(world.begin("r"), "AB")
+    share = world.primary.shares[0]
+    assert world.primary.room_excluding(share, ks("AB")) == world.primary.room_in(share) == 2
+    assert world.primary.room == 7
+    world.wind_down()
