@@ -195,6 +195,10 @@ def test_a_tenant_is_starved_though_another_holds_tickets():
     holder, waiter = world.begin("h"), world.begin("w")
     world.offer(world.begin("x"), "xy")
     answers = []
+    for _ in range(3):
+        world.lookups(holder, "B")
+        world.step(0.1)
+        world.finish_all()
     for _ in range(15):
         world.lookups(holder, "B")
         answers += world.lookups(waiter, "a")
