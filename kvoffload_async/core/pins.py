@@ -69,6 +69,7 @@ class Pins:
             new += fitting
         self._primary.pin(new)
         self._until_s.update(dict.fromkeys(new, until_s))
+        self._primary.num_kept = len(self)
         kept = [key for key in readable if key in self._until_s]
         for key in kept:
             self._until_s[key] = max(until_s, self._until_s[key])
@@ -87,6 +88,7 @@ class Pins:
         gone = [key for key in keys if self._until_s.pop(key, None) is not None]
         for share, those in self._primary.keys_by_share(gone):
             share.kept -= len(those)
+        self._primary.num_kept = len(self)
         self._primary.unpin(gone)
         if not self._until_s:
             self.reset()
@@ -107,7 +109,7 @@ class Pins:
         """Forget all pins; call before `Primary.reset`, which removes them."""
         self._until_s.clear()
         self._ends.clear()
-        self._num_ends = 0
+        self._num_ends = self._primary.num_kept = 0
         for share in self._primary.shares:
             share.kept = 0
 

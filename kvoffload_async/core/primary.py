@@ -392,6 +392,7 @@ class ResidentBlocks:
         policy: The eviction policy. Read-only.
         shares: The slots of each tenant; one without tenants. Read-only.
         is_shared: Whether there are tenants. Read-only.
+        num_kept: Number of blocks that users pin, of all tenants; set by `Pins`.
         now_s: Time of the current step, in seconds.
         room_made: Number of times that a slot became free or evictable, or was no longer withheld
             from stores. After a store that found no room, its increase is the maximum number of
@@ -411,8 +412,9 @@ class ResidentBlocks:
         self._tenancy = tenancy
         self.is_shared = tenancy is not None
         quotas = [num_slots] if tenancy is None else tenancy.quotas
+        self.num_kept = 0
         self.shares = [Share(most, num_slots) for most in quotas]
-        self._whole = (self.shares[0],)
+        self._only = self.shares[0]
         self._share_of = small_integers(0 if tenancy is None else num_slots)
         """Slot -> index of the share whose block it has, or had last."""
         self.now_s = 0.0
@@ -438,11 +440,6 @@ class ResidentBlocks:
         """Number of blocks that hints retain."""
         return sum(each.hinted.retained for each in self.shares if each.hinted is not None)
 
-    @property
-    def num_kept(self) -> int:
-        """Number of blocks that users pin."""
-        return sum([share.kept for share in self.shares])
-
     def keys_by_share(
         self, keys: Sequence[OffloadKey]
     ) -> Iterable[tuple[Share, Sequence[OffloadKey]]]:
@@ -466,7 +463,7 @@ class ResidentBlocks:
     def by_share(self, slots: Iterable[int]) -> Iterable[tuple[Share, Iterable[int]]]:
         """Group slots by the share that they are in, in order."""
         if self._tenancy is None:
-            return zip(self._whole, (slots,), strict=True)
+            return ((self._only, slots),)
         groups: dict[int, list[int]] = {}
         for slot in slots:
             groups.setdefault(self._share_of[slot], []).append(slot)
@@ -689,8 +686,11 @@ class ResidentBlocks:
 
     def _rank(self, ctx: ReqContext, accesses: Accesses) -> None:
         """Report a request's accesses to the policy, head to tail; skips absent keys."""
-        marks = [share.hinted for share in self.shares if share.hinted is not None]
-        if ctx.hints is not NO_HINTS or any(each.num_low for each in marks):
+        has_low = False
+        for share in self.shares:
+            if share.hinted is not None and share.hinted.num_low:
+                has_low = True
+        if has_low or ctx.hints is not NO_HINTS:
             accesses = tuple(accesses)
             self._apply_hints(ctx.hints, [key for key, _ in accesses])
         if self.policy.follows_requests:
@@ -718,8 +718,8 @@ class ResidentBlocks:
 
     def _propose_again(self, slots: Sequence[int]) -> None:
         """Release protected blocks whose rank an access changes: the policy proposes them again."""
-        if self.protected_blocks:
-            for share, own in self.by_share(slots):
+        for share, own in self.by_share(slots):
+            if share.protected:
                 self.policy.released(share.protected_slots.discard(list(own)))
 
     @property

@@ -482,7 +482,7 @@ class Room:
         oldest = next(iter(self.early.items()), None)
         if oldest is not None and now_s - oldest[1][0] > self.early_s:
             self.leave(oldest[0])
-        heads = self._heads()
+        heads = self._heads() if self.queue else ()
         silent = [head for head in heads if now_s - head.asked_at_s > TURN_S]
         for head in silent:
             self._dequeue(head)
@@ -607,7 +607,7 @@ class Room:
 
     def _heads(self) -> list[RequestState]:
         """Return each tenant's first request in the queue."""
-        heads = map(self._head, self._primary.shares) if self.queue else ()
+        heads = map(self._head, self._primary.shares)
         return [head for head in heads if head is not None]
 
     def _run_of(

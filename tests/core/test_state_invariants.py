@@ -267,7 +267,7 @@ def damage_p22_early_beside_a_queue(world):
 
 
 def damage_p7_pins(world):
-    world.primary.shares[0].kept += 1
+    world.primary.num_kept += 1
 
 
 def damage_p27_nobody_deletes(world):
