@@ -1147,6 +1147,12 @@ class Primary(ResidentBlocks):
             "held": held,
         }
 
+    @property
+    def tenant_slots(self) -> dict[int, int]:
+        """Slots that each tenant takes, by its index; empty without tenants."""
+        shares = self.shares if self.is_shared else ()
+        return {tenant: share.most - share.free for tenant, share in enumerate(shares)}
+
     def num_in_use(self, keys: Sequence[OffloadKey]) -> int:
         """Return how many of these blocks are pinned or being written."""
         refs = self._refs
@@ -1380,6 +1386,7 @@ PRIMARY_FIGURES: Final = FigureSet(
         "slots": "counts",
         "hinted_blocks": "hinted_blocks",
         "load_pins": "loading.num_pins",
+        "tenant_slots": "tenant_slots",
     },
 )
 """Copies the figures of a `Primary`."""
