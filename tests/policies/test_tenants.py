@@ -2,10 +2,16 @@
 
 import pytest
 
+from kvoffload_async.errors import ConfigError
 from kvoffload_async.policies.arc import ArcPolicy
 from kvoffload_async.policies.hd import HdPolicy
 from kvoffload_async.policies.lru import LruPolicy
-from kvoffload_async.policies.tenants import TenantPolicies, divide
+from kvoffload_async.policies.tenants import (
+    TenantPolicies,
+    TenantQuotas,
+    divide,
+    tenant_gauges,
+)
 from kvoffload_async.types import ReqContext, make_offload_key
 
 
@@ -95,3 +101,33 @@ def test_what_quotas_leave_is_shared_equally(capacity, quotas, parts):
 def test_no_part_is_nothing(capacity, quotas):
     with pytest.raises(ValueError, match="quotas"):
         divide(capacity, quotas)
+
+
+def test_as_many_as_may_go_are_evicted():
+    policies = two()
+    policies.admit([k(0, name) for name in "abcd"], [0, 1, 2, 3])
+    coming = [k(0, name) for name in "wxyz"]
+    assert policies.evict_some(0, coming, 4, lambda slot: slot != 1) == [0, 2, 3]
+    assert policies.evict_some(0, coming, 4, lambda slot: slot != 1) == []
+    assert policies.evict_some(1, coming, 4, every) == []
+    assert policies.counts() == [1, 0]
+
+
+def test_the_fullest_tenant_is_that_with_the_most_of_its_part():
+    policies = two()
+    policies.admit([k(0, "a"), k(0, "b"), k(1, "a"), k(1, "b"), k(1, "c")], [0, 1, 2, 3, 4])
+    assert policies.fullest([2, 4]) == (0, 0)
+    assert policies.fullest([1, 1]) == (1, 2)
+    assert tenant_gauges(policies, 10) == {"tenant_0_bytes": 20, "tenant_1_bytes": 30}
+    assert tenant_gauges(LruPolicy(3), 10) == {}
+
+
+def test_quotas_in_bytes_become_blocks():
+    quotas = TenantQuotas([1000, None], of_first_byte)
+    assert quotas.blocks(30, 100, "capacity_bytes") == [10, 20]
+    assert quotas.policies(LruPolicy, 30).counts() == [0, 0]
+    assert quotas.grouped([k(1, "a"), k(0, "b"), k(1, "c")], [0, 1, 2]) == [[0, 2], [1]]
+    with pytest.raises(ConfigError, match="quota_bytes: 1000 holds no block of 1001 bytes"):
+        quotas.blocks(30, 1001, "capacity_bytes")
+    with pytest.raises(ConfigError, match="capacity_bytes: 10 blocks of 100 bytes"):
+        quotas.blocks(10, 100, "capacity_bytes")
