@@ -147,6 +147,7 @@ class PrimaryStatistics:
         found_blocks: Those of them that were found, also behind a missing block, where they cannot
             be loaded: `loaded_blocks` counts prefix hits, this block hits.
         load_pins: Pins of blocks that requests load; a block may have several. Gauge.
+        tenant_slots: Slots that each tenant takes, by its number; empty without tenants. Gauge.
     """
 
     slots: SlotStatistics
@@ -167,6 +168,7 @@ class PrimaryStatistics:
     used_blocks: int
     found_blocks: int
     load_pins: int
+    tenant_slots: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def num_slots(self) -> int:

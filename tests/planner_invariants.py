@@ -1,4 +1,4 @@
-"""The invariants P1 to P27 that no single state can show, and their checks.
+"""The invariants P1 to P28 that no single state can show, and their checks.
 
 Some hold when everything has come to rest, some only of a whole history; those that hold of any
 state are `core.invariants`.

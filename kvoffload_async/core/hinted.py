@@ -45,11 +45,11 @@ class HintedBlocks:
         num_low: Number of slots whose blocks were stored at low priority, and used at no other.
     """
 
-    def __init__(self, num_slots: int) -> None:
-        """Start without marks, for a primary of `num_slots` slots."""
+    def __init__(self, num_slots: int, most: int | None = None) -> None:
+        """Start without marks, for a primary of `num_slots` slots, `most` of which may be used."""
         self.retained = 0
         self.num_low = 0
-        self._most = num_slots // _SHARE
+        self._most = (num_slots if most is None else most) // _SHARE
         self._lists = NumberLists(num_slots, 2 * _SECONDS)
         self._list_of = integers(num_slots)
         """Slot -> 0 if unmarked, `_LOW`, `_FIRST`, or `_RETAINED` plus the list that it is in."""

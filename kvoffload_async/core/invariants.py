@@ -29,7 +29,7 @@ class Invariant(Generic[S]):
     """A condition that always holds.
 
     Attributes:
-        name: Its identifier, P1 to P27.
+        name: Its identifier, P1 to P28.
         statement: The condition.
         violations: Returns a text for each violation.
     """
@@ -164,8 +164,33 @@ def promotions_are_single_and_bounded(planner: Planner) -> Iterator[str]:
         yield f"{room.named} slots are named, not {len(tickets | in_flight)}"
     if len(planner.pins) > planner.pins.most or planner.primary.num_kept != len(planner.pins):
         yield f"{len(planner.pins)} blocks are pinned, at most {planner.pins.most} may be"
-    if room.named > planner.primary.num_slots - room.reserved:
-        yield f"{room.named} slots are named, and {room.reserved} reserved for stores"
+    for share, own in planner.primary.keys_by_share(list(tickets | in_flight)):
+        if not room.named_in(share) == len(own) <= share.most - room.reserved_in(share):
+            yield f"{len(own)} slots are named, not {room.named_in(share)} of {share.most}"
+
+
+def tenants_keep_to_their_slots(planner: Planner) -> Iterator[str]:
+    """P28: a tenant has no more slots than its quota, and its blocks are counted correctly."""
+    primary = planner.primary
+    resident = list(primary.resident())
+    kept = dict.fromkeys(primary.shares, 0)
+    for share, those in primary.keys_by_share([key for key, _, _ in resident]):
+        kept[share] = sum(key in planner.pins for key in those)
+    debts = primary.debts()
+    used = dict(primary.by_share([slot for _, slot, _ in resident]))
+    held = {share: list(own) for share, own in primary.by_share(primary.pool.holds)}
+    refs = {slot: count for _, slot, count in resident}
+    for number, share in enumerate(primary.shares):
+        own = list(used.get(share, ()))
+        idle = [slot for slot in own if not refs[slot]]
+        num_held = len(held.get(share, ()))
+        counted = (share.free, share.held, share.idle, share.protected, share.kept)
+        protected = sum(slot in debts for slot in idle)
+        found = (share.most - len(own) - num_held, num_held, len(idle) - protected, protected)
+        if counted != (*found, kept[share]):
+            yield f"tenant {number} counts {counted}, but has {(*found, kept[share])}"
+        if share.free < 0:
+            yield f"tenant {number} has {-share.free} slots more than its {share.most}"
 
 
 def copies_are_true_and_bounded(planner: Planner) -> Iterator[str]:
@@ -188,7 +213,7 @@ def who_has_a_right_to_room_waits(planner: Planner) -> Iterator[str]:
     Or one whose blocks were promoted ahead, while nobody waits in the queue.
     """
     room = planner.room
-    if room.queue and room.early:
+    if {each.share for each in room.queue} & {each.share for each in room.early}:
         yield f"{len(room.early)} early tickets beside a queue"
     for request in {*planner.requests.values(), *room.queue}:
         loads = not request.is_finished and room.is_used(request)
@@ -224,9 +249,9 @@ def policy_ranks_what_is_resident(planner: Planner) -> Iterator[str]:
     )
     yield from (f"{block_text(key)} may go, but the policy skips it" for key in primary.forgotten())
     yield from primary.policy.violations()
-    if primary.hinted is not None:
-        yield from primary.hinted.violations()
-        marked = {slot for slot in range(primary.num_slots) if primary.hinted.is_marked(slot)}
+    for hinted in [share.hinted for share in primary.shares if share.hinted is not None]:
+        yield from hinted.violations()
+        marked = {slot for slot in range(primary.num_slots) if hinted.is_marked(slot)}
         yield from (f"slot {slot} is marked by a hint, but free" for slot in marked - set(resident))
 
 
@@ -404,6 +429,9 @@ STATE_INVARIANTS: tuple[Invariant[Planner], ...] = (
         what_is_pending_is_readable,
     ),
     Invariant("P27", "exactly what deletions under way name is barred", deleted_blocks_are_barred),
+    Invariant(
+        "P28", "a tenant's slots are counted, and within its quota", tenants_keep_to_their_slots
+    ),
     Invariant("P24", "counters of parts add up to that of the whole", counters_add_up),
     Invariant(
         "P25",

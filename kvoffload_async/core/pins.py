@@ -34,8 +34,8 @@ class Pins:
 
     def __init__(self, primary: Primary, room: Room) -> None:
         """Start without pins."""
-        self.most = primary.num_slots // _SHARE
-        """Maximum number of pinned blocks. Read-only."""
+        self.most = sum(share.most // _SHARE for share in primary.shares)
+        """Maximum number of pinned blocks, a quarter of each tenant's slots. Read-only."""
         self._primary = primary
         self._room = room
         self._until_s: dict[OffloadKey, float] = {}
@@ -60,9 +60,13 @@ class Pins:
         unique = list(dict.fromkeys(keys))
         answers = zip(unique, self._primary.lookup_many(unique), strict=True)
         readable = [key for key, answer in answers if answer is LookupResult.HIT]
-        room = self._room.budget - self._room.named
-        new = [key for key in readable if key not in self._until_s]
-        new = new[: max(0, min(room, self.most - len(self)))]
+        fresh = [key for key in readable if key not in self._until_s]
+        new: list[OffloadKey] = []
+        for share, own in self._primary.keys_by_share(fresh):
+            room = min(self._room.left_in(share), share.most // _SHARE - share.kept)
+            fitting = own[: max(0, room)]
+            share.kept += len(fitting)
+            new += fitting
         self._primary.pin(new)
         self._until_s.update(dict.fromkeys(new, until_s))
         self._primary.num_kept = len(self)
@@ -82,6 +86,8 @@ class Pins:
     def unpin(self, keys: Iterable[OffloadKey]) -> int:
         """End the pins of blocks; return how many there were."""
         gone = [key for key in keys if self._until_s.pop(key, None) is not None]
+        for share, those in self._primary.keys_by_share(gone):
+            share.kept -= len(those)
         self._primary.num_kept = len(self)
         self._primary.unpin(gone)
         if not self._until_s:
@@ -104,6 +110,8 @@ class Pins:
         self._until_s.clear()
         self._ends.clear()
         self._num_ends = self._primary.num_kept = 0
+        for share in self._primary.shares:
+            share.kept = 0
 
     def _note_end(self, end_s: float, keys: Sequence[OffloadKey]) -> None:
         for first in range(0, len(keys), _ENDS_A_STEP):

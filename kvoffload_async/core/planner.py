@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
-from itertools import repeat
+from itertools import chain, repeat
 from typing import Final, NamedTuple
 
 from kvoffload_async.core.cascades import Cascades, EngineContext, Touches
@@ -17,7 +17,7 @@ from kvoffload_async.core.deletions import Deletion, Deletions
 from kvoffload_async.core.ledger import JobRecord
 from kvoffload_async.core.pins import Pins
 from kvoffload_async.core.prefetch import Prefetch, Prompt
-from kvoffload_async.core.primary import PRIMARY_FIGURES, Primary
+from kvoffload_async.core.primary import PRIMARY_FIGURES, Primary, Share
 from kvoffload_async.core.requests import RequestState
 from kvoffload_async.core.room import Room
 from kvoffload_async.core.search import TierSearch, Verdict
@@ -145,19 +145,23 @@ class Planner:
         require_keys(keys)
         for window in windows:
             require_keys(window.keys)
-        self.prefetcher.queue(self._live_request(ctx), Prompt(keys, windows))
+        request = self._live_request(ctx)
+        self._enter_share(request, [*keys, *chain.from_iterable(each.keys for each in windows)])
+        self.prefetcher.queue(request, Prompt(keys, windows))
 
     def promote(self, keys: Sequence[OffloadKey], ctx: ReqContext) -> RequestState:
         """Have any blocks promoted, as far as they are found, when no request needs the room.
 
         Args:
-            keys: The keys.
+            keys: The keys, of one tenant.
             ctx: A request of the engine's own, which makes no lookups.
 
         Returns:
             The request; see `Prefetch.is_under_way`. `demote` ends its right to the blocks.
         """
         request = self._live_request(ctx)
+        request.share = None
+        self._enter_share(request, keys)
         self.prefetcher.queue(request, Prompt(keys, is_chain=False))
         return request
 
@@ -179,6 +183,8 @@ class Planner:
             request = self._live_request(ctx)
             self._begin_round(request)
             self._ask_ahead(request)
+        if self.primary.is_shared:
+            self._enter_share(request, (key,))
         return self._answer((key,), (self.primary.lookup(key),), request)[0]
 
     def lookup_prefix(self, keys: Sequence[OffloadKey], ctx: ReqContext) -> tuple[int, bool]:
@@ -221,10 +227,13 @@ class Planner:
             stop_at_miss: Whether the answers end with the first MISS; later keys are not looked up.
 
         Raises:
-            StateError: The request is unknown or finished, or a key has the wrong length.
+            StateError: The request is unknown or finished, a key has the wrong length, or the
+                request has looked up keys of another tenant.
         """
         request = self._live_request(ctx)
         require_keys(keys)
+        if self.primary.is_shared:
+            self._enter_share(request, keys)
         if request is not self._asking:
             self._begin_round(request)
         answers: list[LookupResult] = []
@@ -280,14 +289,15 @@ class Planner:
         """
         request = self._live_request(ctx)
         require_keys(keys)
+        share = self.primary.share_of(keys)
         self._proceed(request)
         if self.primary.barred.sets:
             keys = self.primary.barred.without(keys)
-        if len(keys) > self.primary.pool.unused.count:
-            self.room.give_way(len(keys))
+        if len(keys) > share.free:
+            self.room.give_way(len(keys), share)
             self.room.guard_hits()
         output = self.primary.prepare_store(
-            ctx, keys, self._room_for_store if self.room.queue else None
+            ctx, keys, partial(self._room_for_store, share) if self.room.queue else None
         )
         if output is None or output.keys_left_out:
             self.room.store_refused()
@@ -642,7 +652,7 @@ class Planner:
         for key, found, outcome in zip(keys, in_primary, outcomes, strict=True):
             answer = outcome
             if outcome is _PENDING and found is _MISS and not request.is_queued:
-                if request.is_refused or not self.room.budget:
+                if request.is_refused or not self.room.has_budget(request):
                     self.counters.promotions_refused += 1
                     answer = "no_room"
             elif outcome is _PENDING and (
@@ -664,12 +674,12 @@ class Planner:
         self.counters.deferrals_expired += request.defer(self.now_s, self.deferral_s, counts=counts)
         return not request.is_expired
 
-    def _room_for_store(self, count: int, is_whole: bool) -> int:
+    def _room_for_store(self, share: Share, count: int, is_whole: bool) -> int:
         """Return how many of `count` slots a store may take; see `Room.room_for_store`."""
         waiting = zip(self.cascades.queues, self.tiers, strict=True)
         pending = [tier.cascading_blocks + queue.count for queue, tier in waiting]
         num_stored = self.primary.stored_now + max(pending, default=0)
-        return self.room.room_for_store(count, is_whole=is_whole, num_stored=num_stored)
+        return self.room.room_for_store(count, share, is_whole=is_whole, num_stored=num_stored)
 
     def _begin_round(self, request: RequestState) -> None:
         """Begin a request's series of lookups; the previous request's series ends."""
@@ -686,6 +696,18 @@ class Planner:
             return False
         self.counters.decision_seconds.observe(self.now_s - asked_s)
         return True
+
+    def _enter_share(self, request: RequestState, keys: Sequence[OffloadKey]) -> None:
+        """Record the tenant of a request; raises StateError if it had another, or keys of several.
+
+        Without tenants, every request has the same.
+        """
+        if not keys:
+            return
+        share = self.primary.share_of(keys)
+        if request.share not in {None, share}:
+            raise StateError(f"request {request.ctx.req_id!r} looks up blocks of several tenants")
+        request.share = share
 
     def _proceed(self, request: RequestState) -> None:
         waited = request.waits

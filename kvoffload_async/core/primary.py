@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
@@ -305,6 +306,75 @@ class ProtectedSlots:
         self._in_order = None
 
 
+class Share:
+    """The slots that one tenant may occupy, and the counts of its blocks.
+
+    Without tenants, one share has all slots.
+
+    Attributes:
+        most: Maximum number of slots.
+        free: Slots that the tenant may still take, which are free in the pool.
+        held: Slots that belong to no block, but that an orphaned copy may still access.
+        kept: Number of blocks that users pin; set by `Pins`.
+        idle: Number of readable blocks that are neither pinned nor protected.
+        protected: Number of blocks that are protected and not pinned.
+        protected_slots: Those of them that the policy has proposed for eviction.
+        hinted: The blocks that hints put at an end of the order of eviction; None: no request has
+            had such hints.
+    """
+
+    __slots__ = (
+        "_num_slots",
+        "free",
+        "held",
+        "hinted",
+        "idle",
+        "kept",
+        "most",
+        "protected",
+        "protected_slots",
+    )
+
+    def __init__(self, most: int, num_slots: int) -> None:
+        """Start without blocks, in a primary of `num_slots` slots."""
+        self.most = most
+        self.kept = 0
+        self._num_slots = num_slots
+        self.protected_slots = ProtectedSlots(num_slots)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all blocks; every slot is free."""
+        self.free = self.most
+        self.held = self.idle = self.protected = 0
+        self.hinted: HintedBlocks | None = None
+        self.protected_slots.clear()
+
+    def marks(self) -> HintedBlocks:
+        """Return `hinted`, created if it is None."""
+        if self.hinted is None:
+            self.hinted = HintedBlocks(self._num_slots, self.most)
+        return self.hinted
+
+    def note_evicted(self, count: int) -> None:
+        """Record that idle blocks have left."""
+        self.idle -= count
+        self.free += count
+
+
+@dataclass(frozen=True)
+class Tenancy:
+    """How the slots are divided among tenants.
+
+    Attributes:
+        quotas: Slots of each tenant, at least 1; together at most those of the primary.
+        tenant_of: Returns the index of a key's tenant.
+    """
+
+    quotas: Sequence[int]
+    tenant_of: Callable[[OffloadKey], int]
+
+
 WRITING: Final = -1
 A_DEBT: Final = 1 << 24
 PINS: Final = A_DEBT - 1
@@ -320,37 +390,38 @@ class ResidentBlocks:
         decided: Called with the keys whose writes have succeeded or failed, except by a reset.
         on_write_ended: Called with the same keys, while `Cascades` waits for a write to end.
         policy: The eviction policy. Read-only.
-        hinted: The blocks that hints put at an end of the order of eviction; None: no request has
-            had such hints.
+        shares: The slots of each tenant; one without tenants. Read-only.
+        is_shared: Whether there are tenants. Read-only.
+        num_kept: Number of blocks that users pin, of all tenants; set by `Pins`.
         now_s: Time of the current step, in seconds.
         room_made: Number of times that a slot became free or evictable, or was no longer withheld
             from stores. After a store that found no room, its increase is the maximum number of
             blocks for which there may be room now.
         counters: Counts of loads, stores, evictions and lookups.
         barred: Keys that are being deleted: they are absent for every lookup.
-        num_kept: Number of blocks that users pin; set by `Pins`.
     """
 
     decided: OnResolved | None = None
     on_write_ended: OnResolved | None = None
 
-    def __init__(self, num_slots: int, policy: CachePolicy) -> None:
+    def __init__(self, num_slots: int, policy: CachePolicy, tenancy: Tenancy | None = None) -> None:
         """Start without blocks; takes ownership of the policy."""
         self.room_made = 0
         self.barred = BarredKeys()
-        self.num_kept = 0
         self.policy = policy
-        self.hinted: HintedBlocks | None = None
+        self._tenancy = tenancy
+        self.is_shared = tenancy is not None
+        quotas = [num_slots] if tenancy is None else tenancy.quotas
+        self.num_kept = 0
+        self.shares = [Share(most, num_slots) for most in quotas]
+        self._only = self.shares[0]
+        self._share_of = small_integers(0 if tenancy is None else num_slots)
+        """Slot -> index of the share whose block it has, or had last."""
         self.now_s = 0.0
         self._blocks = KeyTable(num_slots)
         self._parts = self._blocks.map.parts
         self._refs = integers(num_slots)
         """Slot -> counter of the pins and protections of its block; undefined for a free slot."""
-        self._idle = 0
-        """Number of readable blocks that are neither pinned nor protected."""
-        self._protected = 0
-        """Number of blocks that are protected and not pinned."""
-        self._protected_slots = ProtectedSlots(num_slots)
         self.on_evicted: Callable[[Sequence[int]], None] | None = None
         """Called with slots just before their blocks are evicted; None while not needed."""
         self.on_request_ended: Callable[[ReqContext, Sequence[OffloadKey]], None] | None = None
@@ -360,13 +431,43 @@ class ResidentBlocks:
     def begin_step(self, now_s: float) -> None:
         """Set the time of the current step; end the retentions whose time has come."""
         self.now_s = now_s
-        if self.hinted is not None and self.hinted.retained:
-            self.policy.released(self.hinted.expire(now_s))
+        for share in self.shares:
+            if share.hinted is not None and share.hinted.retained:
+                self.policy.released(share.hinted.expire(now_s))
 
     @property
     def hinted_blocks(self) -> int:
         """Number of blocks that hints retain."""
-        return 0 if self.hinted is None else self.hinted.retained
+        return sum(each.hinted.retained for each in self.shares if each.hinted is not None)
+
+    def keys_by_share(
+        self, keys: Sequence[OffloadKey]
+    ) -> Iterable[tuple[Share, Sequence[OffloadKey]]]:
+        """Group keys by their tenant's share, in order."""
+        if self._tenancy is None:
+            return ((self.shares[0], keys),)
+        groups: dict[int, list[OffloadKey]] = {}
+        for key in keys:
+            groups.setdefault(self._tenancy.tenant_of(key), []).append(key)
+        return [(self.shares[index], group) for index, group in groups.items()]
+
+    def share_of(self, keys: Iterable[OffloadKey]) -> Share:
+        """Return the share of keys' tenant; raises StateError if they are of several."""
+        if self._tenancy is None:
+            return self.shares[0]
+        indices = set(map(self._tenancy.tenant_of, keys)) or {0}
+        if len(indices) > 1:
+            raise StateError("the blocks are of several tenants: use one request for each")
+        return self.shares[indices.pop()]
+
+    def by_share(self, slots: Iterable[int]) -> Iterable[tuple[Share, Iterable[int]]]:
+        """Group slots by the share that they are in, in order."""
+        if self._tenancy is None:
+            return ((self._only, slots),)
+        groups: dict[int, list[int]] = {}
+        for slot in slots:
+            groups.setdefault(self._share_of[slot], []).append(slot)
+        return [(self.shares[index], group) for index, group in groups.items()]
 
     def lookup(self, key: OffloadKey) -> LookupResult:
         """Return HIT, HIT_PENDING or MISS."""
@@ -429,29 +530,31 @@ class ResidentBlocks:
         A block that is pending for several tiers is protected once for each of them.
         """
         refs = self._refs
-        num_idle = 0
-        for slot in slots:
-            count = refs[slot]
-            if not count:
-                num_idle += 1
-            refs[slot] = count + A_DEBT
-        self._idle -= num_idle
-        self._protected += num_idle
+        for share, own in self.by_share(slots):
+            num_idle = 0
+            for slot in own:
+                count = refs[slot]
+                if not count:
+                    num_idle += 1
+                refs[slot] = count + A_DEBT
+            share.idle -= num_idle
+            share.protected += num_idle
 
     def unprotect(self, slots: Iterable[int]) -> None:
         """Undo one `protect` of each slot; the last one makes its block evictable again."""
         refs = self._refs
-        released: list[int] = []
-        for slot in slots:
-            count = refs[slot] - A_DEBT
-            refs[slot] = count
-            if not count:
-                released.append(slot)
-        self._idle += len(released)
-        self._protected -= len(released)
-        self.room_made += len(released)
-        self._protected_slots.discard(released)
-        self.policy.released(released)
+        for share, own in self.by_share(slots):
+            released: list[int] = []
+            for slot in own:
+                count = refs[slot] - A_DEBT
+                refs[slot] = count
+                if not count:
+                    released.append(slot)
+            share.idle += len(released)
+            share.protected -= len(released)
+            self.room_made += len(released)
+            share.protected_slots.discard(released)
+            self.policy.released(released)
 
     def readable_slots(self, keys: Sequence[OffloadKey]) -> list[int]:
         """Return the slots of the readable keys, in key order."""
@@ -491,8 +594,9 @@ class ResidentBlocks:
 
         Empty unless an invariant is broken. For invariants and inspection.
         """
-        retained = self.hinted.is_retained if self.hinted is not None else lambda _: False
-        skipped = [s for s in self.policy.skipped() if not self._refs[s] and not retained(s)]
+        marks = [share.hinted for share in self.shares if share.hinted is not None]
+        skipped = [slot for slot in self.policy.skipped() if not self._refs[slot]]
+        skipped = [slot for slot in skipped if not any(each.is_retained(slot) for each in marks)]
         return self._blocks.keys_of(skipped)
 
     def resident(self) -> Iterator[tuple[OffloadKey, int, int]]:
@@ -540,35 +644,37 @@ class ResidentBlocks:
     def _hold(self, slots: Iterable[int]) -> None:
         """Add one pin to the readable block in each slot, per occurrence of the slot."""
         refs = self._refs
-        num_idle = 0
-        protected: list[int] = []
-        for slot in slots:
-            count = refs[slot]
-            if not count:
-                num_idle += 1
-            elif not count & PINS:
-                protected.append(slot)
-            refs[slot] = count + 1
-        self._idle -= num_idle
-        if protected:
-            self._protected -= len(protected)
-            self._protected_slots.discard(protected)
+        for share, own in self.by_share(slots):
+            num_idle = 0
+            protected: list[int] = []
+            for slot in own:
+                count = refs[slot]
+                if not count:
+                    num_idle += 1
+                elif not count & PINS:
+                    protected.append(slot)
+                refs[slot] = count + 1
+            share.idle -= num_idle
+            if protected:
+                share.protected -= len(protected)
+                share.protected_slots.discard(protected)
 
     def _unhold(self, slots: Iterable[int]) -> None:
         """Remove one pin per occurrence of a slot."""
         refs = self._refs
-        num_idle = 0
-        released: list[int] = []
-        for slot in slots:
-            count = refs[slot] - 1
-            refs[slot] = count
-            if not count & PINS:
-                num_idle += not count
-                released.append(slot)
-        self._idle += num_idle
-        self._protected += len(released) - num_idle
-        self.room_made += len(released)
-        self.policy.released(released)
+        for share, own in self.by_share(slots):
+            num_idle = 0
+            released: list[int] = []
+            for slot in own:
+                count = refs[slot] - 1
+                refs[slot] = count
+                if not count & PINS:
+                    num_idle += not count
+                    released.append(slot)
+            share.idle += num_idle
+            share.protected += len(released) - num_idle
+            self.room_made += len(released)
+            self.policy.released(released)
 
     def _writing_slots(self, keys: Sequence[OffloadKey]) -> list[int]:
         slots = []
@@ -580,7 +686,11 @@ class ResidentBlocks:
 
     def _rank(self, ctx: ReqContext, accesses: Accesses) -> None:
         """Report a request's accesses to the policy, head to tail; skips absent keys."""
-        if ctx.hints is not NO_HINTS or (self.hinted is not None and self.hinted.num_low):
+        has_low = False
+        for share in self.shares:
+            if share.hinted is not None and share.hinted.num_low:
+                has_low = True
+        if has_low or ctx.hints is not NO_HINTS:
             accesses = tuple(accesses)
             self._apply_hints(ctx.hints, [key for key, _ in accesses])
         if self.policy.follows_requests:
@@ -594,8 +704,7 @@ class ResidentBlocks:
             if slot is not None:
                 slots.append(slot)
                 reused.append(bool(again))
-        if self._protected:  # the access changes the rank, so the policy must propose them again
-            self.policy.released(self._protected_slots.discard(slots))
+        self._propose_again(slots)
         self.policy.access(slots, reused)
 
     def _rank_request(self, ctx: ReqContext, accesses: Mapping[OffloadKey, bool | None]) -> None:
@@ -604,25 +713,31 @@ class ResidentBlocks:
         if not keys:
             return
         slots = self._blocks.find(keys)
-        if self._protected:
-            present = [slot for slot in slots if slot is not None]
-            self.policy.released(self._protected_slots.discard(present))
+        self._propose_again([slot for slot in slots if slot is not None])
         self.policy.request_ended(ctx, keys, slots, [bool(again) for again in accesses.values()])
 
-    def _marks(self) -> HintedBlocks:
-        if self.hinted is None:
-            self.hinted = HintedBlocks(self.policy.capacity_blocks)
-        return self.hinted
+    def _propose_again(self, slots: Sequence[int]) -> None:
+        """Release protected blocks whose rank an access changes: the policy proposes them again."""
+        for share, own in self.by_share(slots):
+            if share.protected:
+                self.policy.released(share.protected_slots.discard(list(own)))
+
+    @property
+    def protected_blocks(self) -> int:
+        """Number of unpinned blocks that are protected because they are pending for tiers."""
+        return sum([share.protected for share in self.shares])
 
     def _apply_hints(self, hints: Hints, keys: Sequence[OffloadKey]) -> None:
         """Mark the blocks that a request has used, head to tail, as its hints say."""
-        slots = [slot for slot in self._blocks.find(keys[::-1]) if slot is not None]
-        if self.hinted is not None:
-            self.hinted.use(slots, is_low=hints.priority is Priority.LOW)
-        if hints.retention_s:
-            is_high = hints.priority is Priority.HIGH
-            ended = self._marks().retain(slots, self.now_s, hints.retention_s, is_high=is_high)
-            self.policy.released(ended)
+        present = [slot for slot in self._blocks.find(keys[::-1]) if slot is not None]
+        for share, own in self.by_share(present):
+            slots = list(own)
+            if share.hinted is not None:
+                share.hinted.use(slots, is_low=hints.priority is Priority.LOW)
+            if hints.retention_s:
+                is_high = hints.priority is Priority.HIGH
+                ended = share.marks().retain(slots, self.now_s, hints.retention_s, is_high=is_high)
+                self.policy.released(ended)
 
 
 Allowed = Callable[[int, bool], int]
@@ -653,6 +768,7 @@ class Primary(ResidentBlocks):
         accept_prefix: bool = False,
         admission: AdmissionFilter | None = None,
         enable_events: bool = False,
+        tenancy: Tenancy | None = None,
     ) -> None:
         """Create an empty primary.
 
@@ -663,8 +779,10 @@ class Primary(ResidentBlocks):
                 without evicting blocks its request has used, instead of all or nothing.
             admission: Admission filter of `prepare_store`.
             enable_events: Whether to record events for `take_events`.
+            tenancy: The tenants, each with a policy of its own; see `TenantPolicies`. None: one
+                share has all slots.
         """
-        super().__init__(num_slots, policy)
+        super().__init__(num_slots, policy, tenancy)
         self.pool = SlotPool(num_slots)
         """Allocator of the slots. Read-only."""
         self._writers: dict[int, ReqContext] = {}
@@ -775,31 +893,33 @@ class Primary(ResidentBlocks):
             The granted keys and slots; None if there is no room, and then nothing has changed.
 
         Raises:
-            StateError: The request is not live, or a key has the wrong length.
+            StateError: The request is not live, a key has the wrong length, or the keys are of
+                several tenants.
         """
         if not self._recency.knows(ctx):
             raise StateError(f"request {ctx.req_id!r} is unknown: call on_new_request first")
         require_keys(keys)
+        share = self.share_of(keys)
         absent, readable, unpinned = self._classify(keys)
         missing = absent if ctx.hints is NO_HINTS else ctx.storable(absent)
-        wanted, declined = self._admitted(ctx, keys, missing, unpinned)
+        wanted, declined = self._admitted(ctx, keys, missing, unpinned, share)
         left_out: Sequence[OffloadKey] = ()
         is_own_prefix: Callable[[OffloadKey], bool] | None = None
         if wanted and allowed is not None:
             wanted, left_out = self._cut(wanted, ctx, allowed(len(wanted), not self._accept_prefix))
-        if self._accept_prefix and len(wanted) > self.pool.unused.count:
+        if self._accept_prefix and len(wanted) > share.free:
             used = self._recency.used_by(ctx)
             is_own_prefix = prefix_test(wanted, used, ctx.key_positions)
-            idle = self.pool.unused.count + self._idle - len(unpinned)
+            idle = share.free + share.idle - len(unpinned)
             if len(wanted) > idle - len(used):  # too few may be left without its own prefix
                 unpinned |= self._classify([key for key in used if is_own_prefix(key)])[2]
                 is_own_prefix = None
-                wanted, cut = self._cut(wanted, ctx, self._room_excluding(unpinned))
+                wanted, cut = self._cut(wanted, ctx, self._room_excluding(share, unpinned))
                 left_out = [*cut, *left_out]
         if left_out and not wanted:
             self.counters.refused_stores += 1
             return None
-        granted = self._reserve(wanted, ctx, is_own_prefix, unpinned)
+        granted = self._reserve(wanted, share, ctx, is_own_prefix, unpinned)
         if granted is None:
             self.counters.refused_stores += 1
             return None
@@ -821,7 +941,7 @@ class Primary(ResidentBlocks):
     ) -> None:
         self._recency.note(ctx, keys, reused=False)
         if ctx.hints.priority is Priority.LOW:
-            self._marks().note_low(slots)
+            self.share_of(keys).marks().note_low(slots)
 
     def allow_anew(self, count: int) -> None:
         """Record that stores may now take up to `count` slots that were withheld from them."""
@@ -841,6 +961,7 @@ class Primary(ResidentBlocks):
         keys: Sequence[OffloadKey],
         missing: Sequence[OffloadKey],
         unpinned: Collection[int],
+        share: Share,
     ) -> tuple[Sequence[OffloadKey], Collection[OffloadKey]]:
         """Return the missing keys that filter and policy admit, and those that the policy declines.
 
@@ -852,8 +973,8 @@ class Primary(ResidentBlocks):
         positions = ctx.key_positions
         keys, offered = in_prompt_order(keys, positions), in_prompt_order(wanted, positions)
         is_own_prefix = prefix_test(wanted, self._recency.used_by(ctx), positions)
-        may_evict, skipped = self._eviction_test(is_own_prefix, unpinned)
-        free = self.pool.unused.count if self.may_decline else None
+        may_evict, skipped = self._eviction_test(share, is_own_prefix, unpinned)
+        free = share.free if self.may_decline else None
         declined = self.policy.declines(ctx, keys, offered, free, may_evict)
         self.policy.released(skipped)
         if declined:
@@ -862,25 +983,25 @@ class Primary(ResidentBlocks):
 
     @property
     def room(self) -> int:
-        """Number of slots that can be reserved now, free or by eviction."""
-        return self.pool.unused.count + self._idle + self.drops_pending * self._protected
+        """Number of slots that can be reserved now, free or by eviction, by all tenants."""
+        return sum(map(self.room_in, self.shares))
 
-    @property
-    def protected_blocks(self) -> int:
-        """Number of unpinned blocks that are protected because they are pending for tiers."""
-        return self._protected
+    def room_in(self, share: Share) -> int:
+        """Return the number of slots that a tenant can reserve now, free or by eviction."""
+        return share.free + share.idle + self.drops_pending * share.protected
 
-    def room_excluding(self, keys: Sequence[OffloadKey]) -> int:
-        """Return how many slots can be reserved without evicting these readable blocks."""
+    def room_excluding(self, share: Share, keys: Sequence[OffloadKey]) -> int:
+        """Return how many slots a tenant can reserve without evicting these readable blocks."""
         refs = self._refs
         slots = {slot for slot in self._blocks.find(keys) if slot is not None}
-        return self._room_excluding({slot for slot in slots if not refs[slot] & PINS})
+        return self._room_excluding(share, {slot for slot in slots if not refs[slot] & PINS})
 
-    def _room_excluding(self, unpinned: Collection[int]) -> int:
+    def _room_excluding(self, share: Share, unpinned: Collection[int]) -> int:
         """Return how many slots can be reserved without evicting the blocks in `unpinned`."""
+        own = [slot for each, own in self.by_share(unpinned) if each is share for slot in own]
         if self.drops_pending:
-            return self.room - len(unpinned)
-        return self.room - [self._refs[slot] for slot in unpinned].count(0)
+            return self.room_in(share) - len(own)
+        return self.room_in(share) - [self._refs[slot] for slot in own].count(0)
 
     def reserve(self, keys: Sequence[OffloadKey]) -> list[int]:
         """Reserve slots for as many absent keys as fit, evicting other blocks if needed.
@@ -892,12 +1013,13 @@ class Primary(ResidentBlocks):
             The slots, one per key that got one, in key order.
 
         Raises:
-            StateError: A key is present; nothing has changed.
+            StateError: A key is present, or they are of several tenants; nothing has changed.
         """
         for key, slot in zip(keys, self._blocks.find(keys), strict=True):
             if slot is not None:
                 raise StateError(f"{block_text(key)} is present already")
-        granted = self._reserve(keys[: self.room], None)
+        share = self.share_of(keys)
+        granted = self._reserve(keys[: self.room_in(share)], share, None)
         return [] if granted is None else granted[0]
 
     def complete_store(
@@ -940,6 +1062,8 @@ class Primary(ResidentBlocks):
         slots = self._writing_slots(keys)
         self._forget(keys, slots)
         self.pool.hold(slots)
+        for share, own in self.by_share(slots):
+            share.held += len(list(own))
         return slots
 
     def delete(self, keys: Sequence[OffloadKey]) -> tuple[int, list[OffloadKey]]:
@@ -958,11 +1082,9 @@ class Primary(ResidentBlocks):
                 slots.append(slot)
         if slots:
             self.policy.discard(slots)
-            if self.hinted is not None:
-                self.hinted.forget(slots)
+            self._note_evicted(slots)
             gone = self._blocks.remove(slots)
             self.pool.free(slots)
-            self._idle -= len(slots)
             self.room_made += len(slots)
             self.counters.deleted_blocks += len(slots)
             self.event_log.add(gone, Change.REMOVED)
@@ -971,6 +1093,10 @@ class Primary(ResidentBlocks):
     def release_slots(self, slots: Sequence[int]) -> None:
         """Undo one hold of each slot, when a copy has ended; without holds, a slot is free."""
         self.pool.release(slots)
+        for share, own in self.by_share(slots):
+            freed = sum(slot not in self.pool.holds for slot in set(own))
+            share.held -= freed
+            share.free += freed
         self.room_made += len(slots)
 
     def reset(self, still_touched: Iterable[int] = ()) -> None:
@@ -989,9 +1115,12 @@ class Primary(ResidentBlocks):
         if self._admission is not None:
             self._admission.clear()
         self.pool.reset(still_touched)
-        self._protected_slots.clear()
-        self.hinted = None
-        self._idle = self._protected = self._writing = 0
+        self._writing = 0
+        for share in self.shares:
+            share.reset()
+        for share, held in self.by_share(self.pool.holds):
+            share.held = len(list(held))
+            share.free -= share.held
         self.room_made += self.num_slots
 
     # -- inspection -----------------------------------------------------------------------------
@@ -1008,7 +1137,7 @@ class Primary(ResidentBlocks):
     @property
     def counts(self) -> dict[str, int]:
         """Slots by use: free, writing, idle, pinned and held; they add up to `num_slots`."""
-        pool, idle = self.pool, self._idle + self._protected
+        pool, idle = self.pool, sum(share.idle + share.protected for share in self.shares)
         free, held = pool.unused.count, len(pool.holds)
         return {
             "free": free,
@@ -1017,6 +1146,12 @@ class Primary(ResidentBlocks):
             "pinned": pool.num_slots - free - held - idle - self._writing,
             "held": held,
         }
+
+    @property
+    def tenant_slots(self) -> dict[int, int]:
+        """Slots that each tenant takes, by its index; empty without tenants."""
+        shares = self.shares if self.is_shared else ()
+        return {tenant: share.most - share.free for tenant, share in enumerate(shares)}
 
     def num_in_use(self, keys: Sequence[OffloadKey]) -> int:
         """Return how many of these blocks are pinned or being written."""
@@ -1034,6 +1169,7 @@ class Primary(ResidentBlocks):
     def _reserve(
         self,
         missing: Sequence[OffloadKey],
+        share: Share,
         writer: ReqContext | None,
         is_own_prefix: Callable[[OffloadKey], bool] | None = None,
         unpinned: Collection[int] = (),
@@ -1048,14 +1184,14 @@ class Primary(ResidentBlocks):
             room_made = self.room_made
             self._hold(unpinned)
             try:
-                return self._reserve(missing, writer, is_own_prefix)
+                return self._reserve(missing, share, writer, is_own_prefix)
             finally:
                 self._unhold(unpinned)
                 self.room_made = room_made  # no room was made: the blocks had been evictable
-        if len(missing) > self.room:
+        if len(missing) > self.room_in(share):
             return None
-        deficit = max(0, len(missing) - self.pool.unused.count)
-        victims = self._make_room(missing, deficit, is_own_prefix)
+        deficit = max(0, len(missing) - share.free)
+        victims = self._make_room(missing, deficit, share, is_own_prefix)
         if victims is None:
             return None
         evicted = self._evict(victims) if victims else []
@@ -1066,6 +1202,7 @@ class Primary(ResidentBlocks):
                 self.pool.free(victims)
             slots = self.pool.allocate(len(missing))
         self._blocks.add(missing, slots)
+        self._note_taken(share, slots)
         refs = self._refs
         for slot in slots:
             refs[slot] = WRITING
@@ -1075,22 +1212,35 @@ class Primary(ResidentBlocks):
         self.policy.admit(missing, slots)
         return slots, evicted
 
+    def _note_taken(self, share: Share, slots: Sequence[int]) -> None:
+        share.free -= len(slots)
+        index, share_of = self.shares.index(share), self._share_of
+        for slot in slots if self.is_shared else ():
+            share_of[slot] = index
+
     def _evict(self, victims: Sequence[int]) -> list[OffloadKey]:
         """Remove the blocks in slots that the policy chose as victims; return their keys."""
         if self.on_evicted is not None:
             self.on_evicted(victims)
-        if self.hinted is not None:
-            self.hinted.forget(victims)
+        self._note_evicted(victims)
         evicted = self._blocks.remove(victims)
-        self._idle -= len(victims)
         self.counters.evicted_blocks += len(victims)
         self.event_log.add(evicted, Change.REMOVED)
         return evicted
+
+    def _note_evicted(self, slots: Iterable[int]) -> None:
+        """Record in the shares that idle blocks leave."""
+        for share, group in self.by_share(slots):
+            own = list(group)
+            share.note_evicted(len(own))
+            if share.hinted is not None:
+                share.hinted.forget(own)
 
     def _make_room(
         self,
         missing: Sequence[OffloadKey],
         deficit: int,
+        share: Share,
         is_own_prefix: Callable[[OffloadKey], bool] | None,
     ) -> list[int] | None:
         """Choose `deficit` slots to evict, protected ones only if no others are left.
@@ -1098,16 +1248,16 @@ class Primary(ResidentBlocks):
         Blocks that hints put first are chosen without the policy. None if it finds too few others.
         """
         first: list[int] = []
-        if deficit and self.hinted is not None and self.hinted.has_first:
-            may_evict = self._first_test
+        if deficit and share.hinted is not None and share.hinted.has_first:
+            may_evict = self._first_test(share)
             if is_own_prefix is not None:
-                may_evict, _ = self._eviction_test(is_own_prefix)
-            first = self.hinted.first(deficit, may_evict)
+                may_evict, _ = self._eviction_test(share, is_own_prefix)
+            first = share.hinted.first(deficit, may_evict)
         if not first:
-            return self._choose(missing, deficit, is_own_prefix)
+            return self._choose(missing, deficit, share, is_own_prefix)
         room_made = self.room_made
         self._hold(first)
-        others = self._choose(missing, deficit - len(first), is_own_prefix)
+        others = self._choose(missing, deficit - len(first), share, is_own_prefix)
         self._unhold(first)
         self.room_made = room_made  # no room was made: the blocks had been evictable
         if others is None:
@@ -1119,6 +1269,7 @@ class Primary(ResidentBlocks):
         self,
         missing: Sequence[OffloadKey],
         deficit: int,
+        share: Share,
         is_own_prefix: Callable[[OffloadKey], bool] | None,
     ) -> list[int] | None:
         """Let the policy choose: retained blocks if no others are left, protected ones after them.
@@ -1126,37 +1277,42 @@ class Primary(ResidentBlocks):
         None if it finds too few.
         """
         while True:
-            is_evictable = self._first_test
+            is_evictable = self._first_test(share)
             skipped: list[int] = []
             if is_own_prefix is not None:
-                is_evictable, skipped = self._eviction_test(is_own_prefix)
+                is_evictable, skipped = self._eviction_test(share, is_own_prefix)
             victims = self.policy.make_room(missing, deficit, is_evictable)
             if skipped:
                 self.policy.released(skipped)
-            if victims is not None or not (deficit and self.hinted_blocks):
+            hinted = share.hinted
+            if victims is not None or not deficit or hinted is None or not hinted.retained:
                 break
-            self.policy.released(self._marks().give_up(deficit, self._is_evictable))
+            self.policy.released(hinted.give_up(deficit, self._is_evictable))
         if is_own_prefix is not None:
             return victims
-        if victims is None and deficit > self._idle and self.on_evicted is not None:
-            # The policy has proposed every slot, so `_protected_slots` is complete.
-            self.on_evicted(self._protected_slots.first(deficit - self._idle))
+        if victims is None and deficit > share.idle and self.on_evicted is not None:
+            # The policy has proposed every slot, so `protected_slots` is complete.
+            self.on_evicted(share.protected_slots.first(deficit - share.idle))
             victims = self.policy.make_room(missing, deficit, is_evictable)
         return victims
 
     def _eviction_test(
-        self, is_own_prefix: Callable[[OffloadKey], bool], unpinned: Collection[int] = ()
+        self,
+        share: Share,
+        is_own_prefix: Callable[[OffloadKey], bool],
+        unpinned: Collection[int] = (),
     ) -> tuple[Callable[[int], bool], list[int]]:
         """Return a test that excludes blocks whose keys satisfy `is_own_prefix`.
 
         Args:
+            share: The share whose blocks are tested.
             is_own_prefix: Whether a block is not to be evicted.
             unpinned: Slots of further such blocks.
 
         Returns:
             The test, and a list of the evictable slots that it excludes; release them afterwards.
         """
-        is_evictable = self._first_test
+        is_evictable = self._first_test(share)
         key_of, skipped = self._blocks.key_of, list(unpinned)
 
         def may_evict(slot: int) -> bool:
@@ -1169,18 +1325,19 @@ class Primary(ResidentBlocks):
 
         return may_evict, skipped
 
-    @property
-    def _first_test(self) -> Callable[[int], bool]:
-        """The test for the blocks to evict before protected and retained ones."""
-        is_plain = self.hinted is None and not self._protected
-        return self._is_evictable if is_plain else self._is_evictable_first
+    def _first_test(self, share: Share) -> Callable[[int], bool]:
+        """Return the test for a tenant's blocks to evict before protected and retained ones."""
+        if share.hinted is None and not share.protected:
+            return self._is_evictable
+        refs, hinted, note = self._refs, share.hinted, share.protected_slots.note
 
-    def _is_evictable_first(self, slot: int) -> bool:
-        """Return whether a slot's block is evictable; add a protected one to `_protected_slots`."""
-        count = self._refs[slot]
-        if count > 0 and not count & PINS:
-            self._protected_slots.note(slot)
-        return not count and not (self.hinted is not None and self.hinted.is_retained(slot))
+        def is_evictable_first(slot: int) -> bool:
+            count = refs[slot]
+            if count > 0 and not count & PINS:
+                note(slot)
+            return not count and not (hinted is not None and hinted.is_retained(slot))
+
+        return is_evictable_first
 
     def _end_write(
         self, keys: Sequence[OffloadKey], slots: Sequence[int], *, success: bool
@@ -1188,6 +1345,8 @@ class Primary(ResidentBlocks):
         if not success:
             self._forget(keys, slots)
             self.pool.free(slots)
+            for share, freed in self.by_share(slots):
+                share.free += len(list(freed))
             self.room_made += len(slots)
             return
         refs, writers = self._refs, self._writers
@@ -1195,7 +1354,8 @@ class Primary(ResidentBlocks):
             refs[slot] = 0
             writers.pop(slot, None)
         self._writing -= len(slots)
-        self._idle += len(slots)
+        for share, own in self.by_share(slots):
+            share.idle += len(list(own))
         self.room_made += len(slots)
         self.policy.released(slots)
         self.event_log.add(keys, Change.STORED)
@@ -1205,8 +1365,9 @@ class Primary(ResidentBlocks):
         for slot in slots:
             self._writers.pop(slot, None)
         self.policy.discard(slots)
-        if self.hinted is not None:
-            self.hinted.forget(slots)
+        for share, own in self.by_share(slots):
+            if share.hinted is not None:
+                share.hinted.forget(list(own))
         self._blocks.remove(slots)
         self._writing -= len(slots)
         self.event_log.add(keys, Change.RELEASED)
@@ -1225,6 +1386,7 @@ PRIMARY_FIGURES: Final = FigureSet(
         "slots": "counts",
         "hinted_blocks": "hinted_blocks",
         "load_pins": "loading.num_pins",
+        "tenant_slots": "tenant_slots",
     },
 )
 """Copies the figures of a `Primary`."""

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvoffload_async.types import OffloadKey, ReqContext
+
+if TYPE_CHECKING:
+    from kvoffload_async.core.primary import Share
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +60,8 @@ class RequestState:
     its next lookups."""
     blocked_since_s: float | None = None
     """Time since which the request, first in the queue, has waited while no ticket is left."""
+    share: Share | None = None
+    """The slots of its tenant; None before its first lookup."""
     is_cut: bool = False
     """Whether the early ticket names only a part of the blocks found of the prompt."""
     prefetched: list[OffloadKey] = field(default_factory=list)

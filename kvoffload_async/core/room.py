@@ -83,7 +83,7 @@ from typing import Final
 
 from kvoffload_async.core.admission import in_prompt_order
 from kvoffload_async.core.ledger import JobAbandoned, JobState
-from kvoffload_async.core.primary import Primary
+from kvoffload_async.core.primary import Primary, Share
 from kvoffload_async.core.requests import RequestState
 from kvoffload_async.core.tier_state import TURN_S, TierState
 from kvoffload_async.errors import TierTimeoutError
@@ -143,8 +143,8 @@ class Room:
         self._awaited: dict[OffloadKey, list[RequestState]] = {}
         """Key that is being written -> requests whose tickets name it."""
         self.in_flight: set[OffloadKey] = set()
-        self._unnamed_in_flight = 0
-        """Number of keys of `in_flight` that no ticket names."""
+        self._named_in = dict.fromkeys(primary.shares, 0)
+        """Share -> number of its slots that tickets and promotions in flight name."""
         self._landed: dict[RequestState, float] = {}
         """Request whose ticket's blocks have all landed -> `_contended_s` at that time."""
         self.early: dict[RequestState, tuple[float, int]] = {}
@@ -166,12 +166,12 @@ class Room:
         """Length of the prefix of `found` that is guarded."""
         self._version = 0
         """Number of changes to tickets; with `room_made`, shows if the queue's head may fit now."""
-        self._blocked_at: tuple[RequestState, int, int] | None = None
-        """The queue's head that did not fit, with `_version` and `room_made` at that time."""
-        self._searched_s = 0.0
-        """When the tiers were last searched for the run of the queue's head."""
-        self._head_needs = 0
-        """Slots to be left to the head of the queue, in addition to its readable blocks."""
+        self._blocked_at: dict[Share, tuple[RequestState, int, int]] = {}
+        """A tenant's first request that did not fit, with `_version` and `room_made` then."""
+        self._searched_s = dict.fromkeys(primary.shares, 0.0)
+        """When the tiers were last searched for the run of a tenant's first request."""
+        self._head_needs: dict[Share, int] = {}
+        """Slots to be left to a tenant's first request, in addition to its readable blocks."""
         self._num_withheld = 0
         """Slots that were refused to stores since a request last left the queue."""
 
@@ -180,13 +180,33 @@ class Room:
     @property
     def budget(self) -> int:
         """Slots that tickets and promotions in flight may name together."""
-        pool, num_kept = self._primary.pool, self._primary.num_kept
-        return max(0, pool.num_slots - self.reserved - len(pool.holds) - num_kept)
+        return sum(map(self.budget_in, self._primary.shares))
+
+    def budget_in(self, share: Share) -> int:
+        """Slots of a tenant that tickets and promotions in flight may name together."""
+        return max(0, share.most - self.reserved_in(share) - share.held - share.kept)
+
+    def has_budget(self, request: RequestState) -> bool:
+        """Return whether promotions for a request may get any slot."""
+        return self.budget_in(self._share(request)) > 0
+
+    def left_in(self, share: Share) -> int:
+        """Return how many more of a tenant's slots may be named; may be negative."""
+        return self.budget_in(share) - self._named_in[share]
+
+    def reserved_in(self, share: Share) -> int:
+        """Return the slots of a tenant that tickets and promotions never occupy."""
+        part = -(-self.reserved * share.most // self._primary.num_slots)
+        return min(share.most - 1, part)
+
+    def named_in(self, share: Share) -> int:
+        """Return the number of a tenant's slots that tickets and promotions in flight name."""
+        return self._named_in[share]
 
     @property
     def named(self) -> int:
         """Slots that tickets and promotions in flight name."""
-        return len(self._holders) + self._unnamed_in_flight
+        return sum(self._named_in.values())
 
     @property
     def named_blocks(self) -> int:
@@ -194,8 +214,8 @@ class Room:
         return len(self._holders)
 
     def is_head(self, request: RequestState) -> bool:
-        """Return whether a request is the first in the queue."""
-        return next(iter(self.queue), None) is request
+        """Return whether a request is its tenant's first in the queue."""
+        return self._head(self._share(request)) is request
 
     def is_used(self, request: RequestState) -> bool:
         """Return whether a request loads blocks of its ticket in this step. For invariants."""
@@ -286,35 +306,45 @@ class Room:
         """
         new = sum(key not in self._holders for key in run)
         request.wants = dict.fromkeys(run)
-        if not (self._fits(run, absent) and self._grant(request, run, absent, is_early=True)):
+        if not (
+            self._fits(request, run, absent) and self._grant(request, run, absent, is_early=True)
+        ):
             return False
         self.early[request] = self._stepped_at_s, new
         request.is_cut = is_cut
         return True
 
-    def give_way(self, count: int) -> None:
-        """End early tickets, the newest first, until `count` slots are free or evictable."""
-        while self.early and self._primary.room < count:
-            self._end_newest()
+    def give_way(self, count: int, share: Share) -> None:
+        """End a tenant's early tickets, newest first, until `count` slots are free or evictable."""
+        while self._primary.room_in(share) < count and self._end_newest(share):
+            pass
 
-    def _end_newest(self) -> None:
-        request = next(reversed(self.early))
-        self._release(request, list(request.ticket))
+    def _end_newest(self, share: Share) -> bool:
+        """End a tenant's newest early ticket; return False if there is none."""
+        own = (each for each in reversed(self.early) if self._share(each) is share)
+        newest = next(own, None)
+        if newest is not None:
+            self._release(newest, list(newest.ticket))
+        return newest is not None
 
     # -- stores ---------------------------------------------------------------------------------
 
-    def room_for_store(self, count: int, *, is_whole: bool, num_stored: int) -> int:
+    def room_for_store(self, count: int, share: Share, *, is_whole: bool, num_stored: int) -> int:
         """Return how many of `count` slots a store may take while a request waits.
 
-        Stores get no slot that the head of the queue needs, unless they have fewer than `reserved`.
+        Stores get no slot that their tenant's first request in the queue needs, unless they have
+        fewer than `reserved`.
 
         Args:
             count: Slots that the store asks for.
+            share: The slots of its tenant.
             is_whole: Whether it takes all or none.
             num_stored: Blocks of stores: being written, pending for a tier, or in copies to one.
         """
-        most = max(self.reserved - num_stored, self._primary.room - self._head_needs, 0)
-        granted = count if is_whole and most >= self.reserved else min(count, most)
+        needed = 0 if self._head(share) is None else self._head_needs.get(share, 0)
+        reserved = self.reserved_in(share)
+        most = max(reserved - num_stored, self._primary.room_in(share) - needed, 0)
+        granted = count if is_whole and most >= reserved else min(count, most)
         self._num_withheld += count - granted
         return granted
 
@@ -329,13 +359,15 @@ class Room:
         """
         fresh = dict.fromkeys(self.found[self._num_examined :])
         self._num_examined = len(self.found)
-        spare = max(0, self.budget - self.named - len(self.guarded))
+        guarded = {share: len(keys) for share, keys in self._primary.keys_by_share(self.guarded)}
         known = set(self.guarded)
         fresh_keys = [key for key in fresh if key not in self._holders and key not in known]
-        answers = zip(fresh_keys, self._primary.lookup_many(fresh_keys), strict=True)
-        hits = list(islice((key for key, answer in answers if answer is _HIT), spare))
-        self._primary.pin(hits)
-        self.guarded += hits
+        for share, keys in self._primary.keys_by_share(fresh_keys):
+            spare = max(0, self.left_in(share) - guarded.get(share, 0))
+            answers = zip(keys, self._primary.lookup_many(keys), strict=True)
+            hits = list(islice((key for key, answer in answers if answer is _HIT), spare))
+            self._primary.pin(hits)
+            self.guarded += hits
 
     def room_to_store(self, tier: int) -> int:
         """Return how many more blocks may be copied to a tier now."""
@@ -450,11 +482,11 @@ class Room:
         oldest = next(iter(self.early.items()), None)
         if oldest is not None and now_s - oldest[1][0] > self.early_s:
             self.leave(oldest[0])
-        head = next(iter(self.queue), None)
-        if head is not None and now_s - head.asked_at_s > TURN_S:
+        heads = self._heads() if self.queue else ()
+        silent = [head for head in heads if now_s - head.asked_at_s > TURN_S]
+        for head in silent:
             self._dequeue(head)
-            head = None
-        self._is_contended = self._is_store_refused or head is not None
+        self._is_contended = self._is_store_refused or len(heads) > len(silent)
         self._is_store_refused = False
         if self._is_contended:
             self._give_up_silent(now_s)
@@ -473,7 +505,8 @@ class Room:
         self.in_flight.clear()
         for step in (self._rounds, self._used, self.guarded, self.found):
             step.clear()
-        self._unnamed_in_flight = self._num_examined = 0
+        self._named_in = dict.fromkeys(self._named_in, 0)
+        self._num_examined = 0
         self._version += 1
 
     # -- internal -------------------------------------------------------------------------------
@@ -541,28 +574,41 @@ class Room:
                 break
             self._release(holder, list(holder.ticket))
             self._notify(holder)
-        while self.queue:
-            head = next(iter(self.queue))
-            is_starved = counts and self._is_starved(head, now_s)
-            is_as_before = self._blocked_at == (head, self._version, self._primary.room_made)
-            if is_as_before and not is_starved:
-                return
-            is_due = is_starved or now_s - self._searched_s >= TURN_S
-            run, absent = self._run_of(head, now_s, is_due=is_due)
-            if not run:
-                self._refuse(head)
-            elif self._fits(run, absent) and self._grant(head, run, absent):
-                self._blocked_at = None
-            elif self.early:
-                self._end_newest()
-            elif is_starved:
-                self._grant_part(head, run, absent)
-            else:
-                self._blocked_at = (head, self._version, self._primary.room_made)
-                readable = [key for key in run if key not in absent]
-                own = self._primary.room - self._primary.room_excluding(readable)
-                self._head_needs = len(absent) + own
-                return
+        for share in self._primary.shares if self.queue else ():
+            while (head := self._head(share)) is not None:
+                is_starved = counts and self._is_starved(head, now_s)
+                state = head, self._version, self._primary.room_made
+                if self._blocked_at.get(share) == state and not is_starved:
+                    break
+                is_due = is_starved or now_s - self._searched_s[share] >= TURN_S
+                run, absent = self._run_of(head, now_s, is_due=is_due)
+                if not run:
+                    self._refuse(head)
+                elif self._fits(head, run, absent) and self._grant(head, run, absent):
+                    self._blocked_at.pop(share, None)
+                elif self._end_newest(share):
+                    continue
+                elif is_starved:
+                    self._grant_part(head, run, absent)
+                else:
+                    self._blocked_at[share] = head, self._version, self._primary.room_made
+                    readable = [key for key in run if key not in absent]
+                    own = self._primary.room_in(share)
+                    own -= self._primary.room_excluding(share, readable)
+                    self._head_needs[share] = len(absent) + own
+                    break
+
+    def _share(self, request: RequestState) -> Share:
+        return request.share or self._primary.shares[0]
+
+    def _head(self, share: Share) -> RequestState | None:
+        """Return a tenant's first request in the queue."""
+        return next((each for each in self.queue if self._share(each) is share), None)
+
+    def _heads(self) -> list[RequestState]:
+        """Return each tenant's first request in the queue."""
+        heads = map(self._head, self._primary.shares)
+        return [head for head in heads if head is not None]
 
     def _run_of(
         self, request: RequestState, now_s: float, *, is_due: bool
@@ -572,13 +618,14 @@ class Room:
         A search in the tiers costs time per block, so a run that does not fit is searched only when
         `is_due`; otherwise all that the request wants counts as found.
         """
-        keys = list(islice(request.wants, self.budget))
+        share = self._share(request)
+        keys = list(islice(request.wants, self.budget_in(share)))
         answers = zip(keys, self._primary.lookup_many(keys), strict=True)
         missing = [key for key, answer in answers if answer is _MISS]
         absent = dict.fromkeys(missing, 0)
-        if not is_due and not self._fits(keys, absent):
+        if not is_due and not self._fits(request, keys, absent):
             return keys, absent
-        self._searched_s = now_s
+        self._searched_s[share] = now_s
         for key, tier in zip(missing, self._find(missing, request), strict=True):
             if tier is None:
                 run = keys[: keys.index(key)]
@@ -586,19 +633,21 @@ class Room:
             absent[key] = tier
         return keys, absent
 
-    def _fits(self, run: Sequence[OffloadKey], absent: Collection[OffloadKey]) -> bool:
+    def _fits(
+        self, request: RequestState, run: Sequence[OffloadKey], absent: Collection[OffloadKey]
+    ) -> bool:
         """Return whether a run fits next to the tickets, and its absent blocks into the primary."""
-        holders, in_flight = self._holders, self.in_flight
+        holders, in_flight, share = self._holders, self.in_flight, self._share(request)
         new = [key for key in run if key not in holders and key not in in_flight]
-        if self.named + len(new) > self.budget:
+        if len(new) > self.left_in(share):
             return False
         return len(absent) <= self._primary.room_excluding(
-            [key for key in run if key not in absent]
+            share, [key for key in run if key not in absent]
         )
 
     def _is_starved(self, head: RequestState, now_s: float) -> bool:
         """Return whether the head has waited `TURN_S` seconds with no ticket or promotion left."""
-        if self.named:
+        if self._named_in[self._share(head)]:
             return False
         if head.blocked_since_s is None:
             head.blocked_since_s = now_s
@@ -612,7 +661,7 @@ class Room:
         while too_long - fitting > 1:
             middle = (fitting + too_long) // 2
             part = run[:middle]
-            if self._fits(part, [key for key in part if key in absent]):
+            if self._fits(head, part, [key for key in part if key in absent]):
                 fitting = middle
             else:
                 too_long = middle
@@ -641,7 +690,7 @@ class Room:
             self._primary.unpin(pinned)
             return False
         self._dequeue(request)
-        self._unnamed_in_flight -= len(in_flight.intersection(new))
+        self._named_in[self._share(request)] += len(new) - len(in_flight.intersection(new))
         for key in run:
             holders[key] = holders.get(key, 0) + 1
         for key in run if being_written else ():
@@ -667,7 +716,7 @@ class Room:
 
     def _release(self, request: RequestState, keys: Iterable[OffloadKey]) -> None:
         """Remove keys from a request's ticket; a ticket without keys has ended."""
-        holders, awaited = self._holders, self._awaited
+        holders, awaited, share = self._holders, self._awaited, self._share(request)
         last: list[OffloadKey] = []
         for key in keys:
             del request.ticket[key]
@@ -679,11 +728,11 @@ class Room:
             if holders[key]:
                 continue
             del holders[key]
+            self._named_in[share] -= key not in self.in_flight
             if waiting is None:
                 last.append(key)
-                continue
-            del awaited[key]
-            self._unnamed_in_flight += key in self.in_flight
+            else:
+                del awaited[key]
         self._primary.unpin(last)
         if not request.ticket:
             self._landed.pop(request, None)
@@ -692,7 +741,8 @@ class Room:
 
     def _end_flight(self, keys: Sequence[OffloadKey]) -> None:
         self.in_flight.difference_update(keys)
-        self._unnamed_in_flight -= len(keys) - sum(map(self._holders.__contains__, keys))
+        for share, own in self._primary.keys_by_share(keys):
+            self._named_in[share] -= len(own) - sum(map(self._holders.__contains__, own))
         self._version += 1
 
     def _note_landed(self, request: RequestState) -> None:

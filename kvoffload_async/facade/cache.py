@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from typing import Final, Literal
 
 from kvoffload_async.abc.events import CallEnded
@@ -372,8 +373,11 @@ class _Copying(CacheOperation):
         absent = [key for key, answer in answers if answer is not LookupResult.HIT]
         if self._tier.index.is_exact:
             absent = self._tier.index.lacks(absent)
-        if len(absent) > most > 0:
-            keys, absent = keys[: keys.index(absent[most])], absent[:most]
+        _, of_one = next(iter(planner.primary.keys_by_share(absent)), (None, absent))
+        count = len(list(takewhile(set(of_one).__contains__, absent)))  # of one tenant
+        count = min(most, count) if most else count
+        if len(absent) > count:
+            keys, absent = keys[: keys.index(absent[count])], absent[:count]
         self._num_taken += len(keys)
         self._portion = keys
         if not (absent and most) or planner.promotions_paused:

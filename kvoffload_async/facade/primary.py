@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from math import inf
 from typing import Final
 
 from kvoffload_async.core.admission import Admission, AdmissionFilter
-from kvoffload_async.core.primary import PRIMARY_FIGURES, Primary, read_primary
+from kvoffload_async.core.primary import PRIMARY_FIGURES, Primary, Tenancy, read_primary
 from kvoffload_async.errors import ClosedError, ConfigError
 from kvoffload_async.facade.manager import OffloadingManager
 from kvoffload_async.hints import read_hints
 from kvoffload_async.policies.hd import GHOSTS_PER_BLOCK, LEAST_GHOSTS, HdPolicy
 from kvoffload_async.policies.reuse import ReuseModel
+from kvoffload_async.policies.tenants import TenantPolicies
 from kvoffload_async.registry import create_policy
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.statistics import OffloadingStatistics
@@ -66,6 +68,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         accept_prefix: bool = True,
         store_threshold: int = 0,
         enable_events: bool = False,
+        tenancy: Tenancy | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Create an empty primary.
@@ -78,6 +81,7 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
                 KV-cache groups, instead of nothing; for callers that offer the rest again.
             store_threshold: Store a block at its n-th offer; 0 and 1 mean the first.
             enable_events: Record events for `take_events`.
+            tenancy: The slots of each tenant, who then evicts its own blocks only.
             clock: Monotonic seconds, for retentions; a `TieringOffloadingManager` has its own.
 
         Raises:
@@ -86,12 +90,16 @@ class CPUPrimaryTierOffloadingManager(OffloadingManager):
         if num_blocks < 1:
             raise ConfigError(f"num_blocks: {num_blocks} is not valid; it must be at least 1")
         admission = AdmissionFilter(store_threshold) if store_threshold > 1 else None
+        policy = partial(create_policy, cache_policy)
         self.core = Primary(
             num_blocks,
-            create_policy(cache_policy, num_blocks),
+            policy(num_blocks)
+            if tenancy is None
+            else TenantPolicies(num_blocks, list(map(policy, tenancy.quotas)), tenancy.tenant_of),
             accept_prefix=accept_prefix,
             admission=admission,
             enable_events=enable_events,
+            tenancy=tenancy,
         )
         """The block accounting, for `TieringOffloadingManager`, invariant checks and inspection."""
         self._buffer = buffer

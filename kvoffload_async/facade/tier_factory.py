@@ -44,6 +44,7 @@ from kvoffload_async.facade.tier_options import (
     options_of,
     reject_unknown_options,
 )
+from kvoffload_async.policies.tenants import TenantQuotas
 from kvoffload_async.registry import Registry, load_class
 from kvoffload_async.runtime.buffer import row_stride_bytes
 
@@ -369,6 +370,32 @@ def check_tiers(
             found = SecondaryTierFactory.check_config(tier, config)
             locations += [(f"{key}[{index}]: ", location) for location in found]
     check_locations(locations, memory_bytes)
+
+
+def with_quotas(
+    tiers: Sequence[Mapping[str, Any]], quotas: TenantQuotas, key: str = "secondary_tiers"
+) -> list[Mapping[str, Any]]:
+    """Return configurations of tiers that divide their capacities among tenants.
+
+    A tier that cannot is unchanged if no tenant has a quota: then all share it.
+
+    Raises:
+        ConfigError: A tenant has a quota, and a tier cannot bound tenants, or has no capacity.
+    """
+    given: list[Mapping[str, Any]] = []
+    for index, tier in enumerate(tiers):
+        with naming_tier(index, tier, key):
+            tier_class = SecondaryTierFactory.class_of(tier).tier_class
+            declares = None if tier_class is None else tier_class.declares
+            can = declares is not None and "quotas" in declares.declared()
+            bounds = can and tier.get("capacity_bytes") is not None
+            if not bounds and any(quota is not None for quota in quotas.quota_bytes):
+                raise ConfigError(
+                    "quota_bytes: the tier cannot keep tenants to their quotas; "
+                    + ("give it capacity_bytes" if can else "use fs or slab, or no quota_bytes")
+                )
+            given.append({**tier, "quotas": quotas} if bounds else tier)
+    return given
 
 
 def reuse_capacity(tier_config: Mapping[str, Any], row_bytes: int) -> float | None:

@@ -189,6 +189,11 @@ METRICS: Final[tuple[Metric, ...]] = (
         "Slots of the primary tier by state.",
         by_name("state", **{name: f"primary.slots.{name}" for name in SLOT_STATES}),
     ),
+    _metric(
+        "primary_tenant_slots",
+        "Slots of the primary tier that each tenant takes, by its number.",
+        by_key("tenant", "primary.tenant_slots"),
+    ),
     _metric("primary_used_bytes", "Bytes in use in the primary tier.", "primary.used_bytes"),
     _metric("primary_capacity_bytes", "Capacity of the primary tier.", "primary.capacity_bytes"),
     _metric(

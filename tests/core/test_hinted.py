@@ -241,10 +241,14 @@ def test_retention_beyond_the_share_ends_by_priority_then_by_its_end(primary):
     store(primary, "a", Hints(retain_s=3600))
     store(primary, "b", Hints(Priority.HIGH, retain_s=1))
     store(primary, "c", Hints(retain_s=10))
-    retained = [key for key in ks("abc") if primary.hinted.is_retained(primary.slot_of(key))]
+    retained = [
+        key for key in ks("abc") if primary.shares[0].hinted.is_retained(primary.slot_of(key))
+    ]
     assert retained == ks("ab")
     store(primary, "d", HIGH)
-    retained = [key for key in ks("abcd") if primary.hinted.is_retained(primary.slot_of(key))]
+    retained = [
+        key for key in ks("abcd") if primary.shares[0].hinted.is_retained(primary.slot_of(key))
+    ]
     assert retained == ks("bd")
 
 
@@ -255,9 +259,9 @@ def test_the_longest_retention_and_the_highest_priority_of_a_block_count(primary
     assert primary.hinted_blocks == 1
     use(primary, "a", Hints(retain_s=1))
     store(primary, "bc", Hints(retain_s=3600))
-    assert primary.hinted.is_retained(primary.slot_of(k("a")))
+    assert primary.shares[0].hinted.is_retained(primary.slot_of(k("a")))
     primary.begin_step(60.0)
-    assert not primary.hinted.is_retained(primary.slot_of(k("a")))
+    assert not primary.shares[0].hinted.is_retained(primary.slot_of(k("a")))
 
 
 def test_blocks_of_low_priority_are_evicted_first_the_tail_foremost(primary):
@@ -266,7 +270,7 @@ def test_blocks_of_low_priority_are_evicted_first_the_tail_foremost(primary):
     store(primary, "gh")
     running = begin(primary, "i")
     assert primary.prepare_store(running, ks("i")).evicted_keys == ks("f")
-    assert primary.hinted.num_low == 1
+    assert primary.shares[0].hinted.num_low == 1
     assert store(primary, "jk")[0] == "e"
     assert list(primary.policy.violations()) == []
 
@@ -287,7 +291,7 @@ def test_a_use_by_another_request_counts_while_the_one_of_low_priority_still_run
     use(primary, "a")
     primary.close_request(ctx)
     store(primary, "cdefgh")
-    assert (store(primary, "i"), primary.hinted.has_first) == ("b", False)
+    assert (store(primary, "i"), primary.shares[0].hinted.has_first) == ("b", False)
 
 
 def test_low_priority_does_not_lower_what_another_request_gave(primary):
@@ -295,7 +299,7 @@ def test_low_priority_does_not_lower_what_another_request_gave(primary):
     store(primary, "cd")
     use(primary, "abcd", LOW)
     store(primary, "efgh")
-    assert not primary.hinted.num_low
+    assert not primary.shares[0].hinted.num_low
     assert primary.hinted_blocks == 2
 
 
@@ -334,7 +338,7 @@ def test_a_store_that_finds_no_room_leaves_blocks_of_low_priority(primary):
     primary._accept_prefix = False
     before = ranked(primary)
     assert primary.prepare_store(begin(primary, "xyz"), ks("xyz")) is None
-    assert (ranked(primary), primary.hinted.has_first) == (before, True)
+    assert (ranked(primary), primary.shares[0].hinted.has_first) == (before, True)
     assert store(primary, "x") == "b"
 
 
@@ -342,7 +346,7 @@ def test_a_failed_write_leaves_no_mark(primary):
     ctx = begin(primary, "ab", LOW)
     granted = primary.prepare_store(ctx, ks("ab"))
     primary.complete_store(ctx, granted.keys_to_store, success=False)
-    assert not primary.hinted.num_low
+    assert not primary.shares[0].hinted.num_low
 
 
 def test_a_failed_write_of_a_block_that_another_request_had_retained_leaves_no_mark(primary):
@@ -436,6 +440,6 @@ def test_a_mark_of_a_free_slot_is_an_invariants_violation():
     world.store(ctx, "a")
     world.finish(ctx)
     check_state(world.planner)
-    world.primary.hinted.note_low([7])
+    world.primary.shares[0].hinted.note_low([7])
     with pytest.raises(InvariantError, match=r"P13.*slot 7 is marked by a hint, but free"):
         check_state(world.planner)

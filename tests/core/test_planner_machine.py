@@ -93,11 +93,12 @@ class PlannerMachine(RuleBasedStateMachine):
     """Few rules with much in each: then hypothesis spends its steps on what interacts."""
 
     create_planner = Planner
+    create_world = World
 
     @initialize(setup=SETUPS, stored_before=st.sets(st.sampled_from(ALL_KEYS)))
     def build(self, setup, stored_before):
         tiers = setup["tiers"]
-        self.world = World(
+        self.world = self.create_world(
             setup["num_slots"],
             tiers,
             policy=setup["policy"],
@@ -120,12 +121,16 @@ class PlannerMachine(RuleBasedStateMachine):
         search = self.world.planner.search
         search.begin_round = _clearing(self.unsure, search.begin_round)
         if tiers:
-            self.world.fill(tiers - 1, sorted(stored_before))
+            self.world.fill(tiers - 1, sorted(self.in_all_forms(stored_before)))
         self.serve_in_order()
         self.ids = itertools.count()
         self.deferred = set()
         for _ in range(2):
             self.begin(ALL_TIERS, CHAINS[0])
+
+    def in_all_forms(self, keys):
+        """Return the keys that requests may turn these into."""
+        return keys
 
     def serve_in_order(self):
         """See that only the head of the queue gets a ticket, for all that it wants or its head.
@@ -136,7 +141,8 @@ class PlannerMachine(RuleBasedStateMachine):
         grant = room._grant
 
         def watched(request, run, absent, *, is_early=False):
-            assert not room.queue if is_early else room.is_head(request)
+            others = [each for each in room.queue if each.share is request.share]
+            assert not others if is_early else room.is_head(request)
             assert not request.ticket
             assert list(run) == list(request.wants)[: len(run)]
             return grant(request, run, absent, is_early=is_early)
@@ -165,7 +171,7 @@ class PlannerMachine(RuleBasedStateMachine):
             hints=hints,
         )
         if is_queued:
-            self.world.planner.prefetch(list(where), ctx)
+            self.world.planner.prefetch(list(ctx.key_positions), ctx)
 
     @precondition(lambda self: self.world.live)
     @rule(data=st.data(), keys=CHAIN, loads=st.booleans(), how=HOW)
@@ -328,7 +334,8 @@ class PlannerMachine(RuleBasedStateMachine):
             copies = (*self.world.running.values(), *self.world.late.values())
             loading = {s for _, job in copies if job.is_promotion for s in job.block_ids.tolist()}
             room = self.world.planner.room
-            assert len(loading) <= self.world.primary.num_slots - room.reserved
+            most = [share.most - room.reserved_in(share) for share in self.world.primary.shares]
+            assert len(loading) <= sum(most)
 
     @invariant()
     def one_is_tried(self):

@@ -23,9 +23,9 @@ from kvoffload_async.types import ReqContext
 A, B = k("a"), k("b")
 
 
-def test_the_invariants_are_p1_to_p27():
+def test_the_invariants_are_p1_to_p28():
     every = [*STATE_INVARIANTS, *REST_INVARIANTS, *HISTORY_INVARIANTS]
-    assert {invariant.name for invariant in every} == {f"P{i}" for i in range(1, 28)}
+    assert {invariant.name for invariant in every} == {f"P{i}" for i in range(1, 29)}
     assert all(invariant.statement for invariant in every)
 
 
@@ -62,7 +62,7 @@ def slot_of(world, name):
 
 
 def damage_p3_count(world):
-    world.primary._idle += 1
+    world.primary.shares[0].idle += 1
 
 
 def damage_p3_free(world):
@@ -111,7 +111,7 @@ def damage_p7_twice(world):
 
 
 def damage_p7_count(world):
-    world.planner.room._unnamed_in_flight += 1
+    world.planner.room._named_in[world.primary.shares[0]] += 1
 
 
 def damage_p7_in_flight(world):
@@ -299,7 +299,7 @@ def damage_p23_protected_mark(world):
 
 
 def damage_p23_protected_blocks(world):
-    world.primary._protected += 1
+    world.primary.shares[0].protected += 1
 
 
 def tried(breaker):

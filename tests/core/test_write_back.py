@@ -177,8 +177,13 @@ def test_nobody_asks_about_a_block_again_as_long_as_it_is_pending():
     ctx = world.begin()
     world.store(ctx, range(num_blocks))
     asked = []
-    is_evictable_first = world.primary._is_evictable_first
-    world.primary._is_evictable_first = lambda slot: asked.append(slot) or is_evictable_first(slot)
+    first_test = world.primary._first_test
+
+    def watched(share):
+        is_evictable = first_test(share)
+        return lambda slot: asked.append(slot) or is_evictable(slot)
+
+    world.primary._first_test = watched
     for number in range(rounds):
         world.store(world.begin(f"r{number}"), [f"new{number}"])
     assert world.planner.tiers[0].counters.dropped_blocks == rounds

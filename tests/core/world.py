@@ -40,6 +40,7 @@ from kvoffload_async.core.ledger import CallTier, StartJob, StartProbe, TouchBlo
 from kvoffload_async.core.planner import Planner
 from kvoffload_async.core.primary import Primary
 from kvoffload_async.errors import BlockMissingError, TierTimeoutError, TierUnavailableError
+from kvoffload_async.policies.tenants import TenantPolicies
 from kvoffload_async.types import (
     ENGINE_REQ_ID,
     JobMetadata,
@@ -97,6 +98,7 @@ class World:
         create_planner=Planner,
         remote=(),
         kinds=None,
+        tenancy=None,
         **primary_options,
     ):
         self.tiers = []
@@ -110,11 +112,16 @@ class World:
             tier = ExternalTier if kind == "external" else partial(NativeTier, kind=kind)
             self.tiers.append(tier(f"tier{i}", **options))
         self.history = History()
+        ranking = POLICIES[policy](num_slots)
+        if tenancy is not None:
+            own = [POLICIES[policy](quota) for quota in tenancy.quotas]
+            ranking = TenantPolicies(num_slots, own, tenancy.tenant_of)
         self.primary = WatchedPrimary(
             self.history,
             num_slots,
-            POLICIES[policy](num_slots),
+            ranking,
             enable_events=True,
+            tenancy=tenancy,
             **primary_options,
         )
         self.planner = create_planner(self.primary, [tier.state for tier in self.tiers], deferral_s)

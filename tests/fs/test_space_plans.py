@@ -20,7 +20,7 @@ class Granting:
     is_complete = True
     total_bytes = 0
 
-    def begin(self, unit_bytes, count, _limit_bytes):
+    def begin(self, unit_bytes, count, _limit_bytes, _num_replacing):
         self.granted_blocks += count
         return Operation(reserved_bytes=count * unit_bytes)
 

@@ -21,6 +21,7 @@ from kvoffload_async.config import (
     shown,
 )
 from kvoffload_async.errors import ConfigError
+from kvoffload_async.policies.tenants import TenantQuotas
 from kvoffload_async.registry import check_tier_policy, create_policy
 from kvoffload_async.tiers.files.digests import IntegrityKey, read_key_file
 from kvoffload_async.tiers.files.modes import Modes
@@ -127,6 +128,8 @@ class DiskSettings(IntegrityOptions):
     those that it has in the directory."""
     locality: Locality = option(one_of(Locality), Locality.LOCAL)
     """Distance of the directory: "LOCAL" or "REMOTE"."""
+    quotas: TenantQuotas | None = option(or_none(instance_of(TenantQuotas)), None, is_internal=True)
+    """The tenants' quotas; None: no tenants."""
     ops: FileOps | None = option(or_none(instance_of(FileOps)), None, is_internal=True)
     """System calls; tests put a fault layer here."""
     run_config: Mapping[str, Any] = field()

@@ -113,13 +113,18 @@ class Housekeeping:
         self._usage = usage  # first: if this is cancelled, the count was joined nevertheless
         await self._run(lambda: usage.open(self._writers.entry_bytes()))
         self._walk = NamespaceWalk(files.ops, files.namespace, self._writers, usage)
+        settings, capacity = files.settings, min(capacity_bytes // block_bytes, MAX_NUMBERS)
+        policy, parts = settings.create_policy(capacity), settings.parts(block_bytes)
+        if settings.quotas is not None:
+            policy = settings.quotas.policies(settings.create_policy, capacity)
         self._space = Space(
-            files.settings.create_policy(min(capacity_bytes // block_bytes, MAX_NUMBERS)),
+            policy,
             usage,
             files,
             self._env,
             capacity_bytes=capacity_bytes,
             block_bytes=block_bytes,
+            parts=parts,
         )
         return self._space
 

@@ -25,6 +25,17 @@ from kvoffload_async.tiers.fs.layout import Namespace
 from kvoffload_async.tiers.fs.operations import Verify
 from kvoffload_async.tiers.fs.usage import FILE_BYTES
 
+_ENTRY_BYTES: Final = 4096
+_ENTRIES_SHARE: Final = 64
+_MOST_ENTRIES: Final = 16
+
+
+def entries_bytes(capacity_bytes: int) -> int:
+    """Return the part of a capacity that is left to the entries of writers that open later."""
+    most_bytes = capacity_bytes // _ENTRIES_SHARE // _ENTRY_BYTES * _ENTRY_BYTES
+    return min(most_bytes, _MOST_ENTRIES * _ENTRY_BYTES)
+
+
 WAITS_FOR_DEVICE: Final = True
 """Whether I/O threads mostly wait for the device: to create, open and write a file per block."""
 
@@ -69,6 +80,8 @@ class FsSettings(DiskSettings, SealingOptions):
                 "trust_vllm_directory: does not go with name_key_file, because vLLM's own tier "
                 "does not seal names; leave one of them out"
             )
+        if settings.quotas is not None and settings.capacity_bytes is None:
+            raise ConfigError("capacity_bytes: not given, but tenants share the tier; give it")
         settings.check_verifies(str(verify), does=verify is not Verify.OFF)
         if settings.trust_vllm_directory and settings.encryption_keys is not None:
             raise ConfigError(
@@ -101,7 +114,20 @@ class FsSettings(DiskSettings, SealingOptions):
                 f"capacity_bytes: {self.capacity_bytes} holds no block of {allocated_bytes} bytes "
                 f"in addition to the count; give at least {least_bytes}"
             )
+        self.parts(allocated_bytes)
         return allocated_bytes
+
+    def parts(self, allocated_bytes: int) -> list[int]:
+        """Return the maximum number of blocks of each tenant; empty without tenants.
+
+        Raises:
+            ConfigError: The capacity is too small for the quotas.
+        """
+        if self.quotas is None or self.capacity_bytes is None:
+            return []
+        others_bytes = entries_bytes(self.capacity_bytes) + FILE_BYTES + _ENTRY_BYTES
+        most = max(0, self.capacity_bytes - others_bytes) // allocated_bytes
+        return self.quotas.blocks(most, allocated_bytes, "capacity_bytes")
 
     @property
     def namespace(self) -> Namespace:

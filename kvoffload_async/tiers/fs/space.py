@@ -21,6 +21,7 @@ from typing import Protocol, TypeVar
 from kvoffload_async.abc.policy import CachePolicy
 from kvoffload_async.abc.tier import TierEnvironment
 from kvoffload_async.errors import OffloadError
+from kvoffload_async.policies.tenants import TenantPolicies, tenant_gauges
 from kvoffload_async.tiers.files.ranking import KeyRanking, placeholders
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.known_blocks import KnownBlocks
@@ -31,6 +32,7 @@ from kvoffload_async.tiers.fs.operations import (
     StoreStatus,
     changes_of,
 )
+from kvoffload_async.tiers.fs.settings import entries_bytes
 from kvoffload_async.tiers.fs.usage import Operation, Usage, UsageFile
 from kvoffload_async.types import OffloadKey
 
@@ -42,9 +44,6 @@ _TRIM_BATCH = 256
 _SLICE_S = 5.0
 """Maximum time per call of `Space.trim`, so that the caller can send heartbeats."""
 _PORTION = 1024
-_ENTRY_BYTES = 4096
-_ENTRIES_SHARE = 64
-_MAX_ENTRIES_BYTES = 16 * _ENTRY_BYTES
 
 
 class RunIo(Protocol):
@@ -80,6 +79,7 @@ class Space:
         *,
         capacity_bytes: int,
         block_bytes: int,
+        parts: Sequence[int] = (),
     ) -> None:
         """Start without known blocks.
 
@@ -91,15 +91,17 @@ class Space:
                 were evicted or have vanished.
             capacity_bytes: Maximum disk bytes, never exceeded.
             block_bytes: Disk bytes of a block's file.
+            parts: Maximum number of blocks of each tenant, if the policy is a `TenantPolicies`.
         """
+        self._parts = parts
+        self._tenants = policy if isinstance(policy, TenantPolicies) else None
         self._capacity_bytes = capacity_bytes
         self._policy = KeyRanking(policy)
         self._usage = usage
         self._files = files
         self._block_bytes = block_bytes
         # Tiers that open later find room for their entries, and need not evict blocks for them.
-        entries_bytes = capacity_bytes // _ENTRIES_SHARE // _ENTRY_BYTES * _ENTRY_BYTES
-        self._limit_bytes = capacity_bytes - min(entries_bytes, _MAX_ENTRIES_BYTES)
+        self._limit_bytes = capacity_bytes - entries_bytes(capacity_bytes)
         self._announce_gone = env.blocks_evicted
         self._busy: Counter[OffloadKey] = Counter()
         """Block -> number of its pins."""
@@ -128,6 +130,10 @@ class Space:
     def gauges(self) -> dict[str, int]:
         """Return the usage of the directory as last read by this process. Thread-safe."""
         return {"used_bytes": self._usage.total_bytes, "capacity_bytes": self._capacity_bytes}
+
+    def tenant_gauges(self) -> dict[str, int]:
+        """Return the bytes of each tenant's known blocks. Thread-safe."""
+        return tenant_gauges(self._policy.policy, self._block_bytes)
 
     # -- known blocks --------------------------------------------------------------------------
 
@@ -212,10 +218,12 @@ class Space:
             granted, num_new = 0, self._policy.find(keys).count(None)
             if num_new:
                 limit_bytes = 0 if squeeze else self._limit_bytes
+                replacing = self._num_replacing(keys)
 
                 def begin() -> None:  # noted in the plan also if the wait for it is cancelled
                     check()
-                    plan.operation = self._usage.begin(self._block_bytes, num_new, limit_bytes)
+                    unit_bytes = self._block_bytes
+                    plan.operation = self._usage.begin(unit_bytes, num_new, limit_bytes, replacing)
 
                 await run_io(begin)
             if plan.operation is not None:
@@ -228,19 +236,93 @@ class Space:
             roomy = max(0, min(granted, len(new), self._policy.capacity_blocks - len(self._policy)))
             # Without a complete count, the room of a victim cannot be used.
             count = self._num_idle(min(len(new), num_new) - roomy) if self.can_evict(1) else 0
-            coming = new[: roomy + count]
-            victims = self._evict([item.key for item in coming], count)
-            if not victims:
-                del coming[roomy:]
-            plan.unplaced = new[len(coming) :]
+            surplus: Sequence[OffloadKey] = ()
+            if self._tenants is not None:
+                parted = self._place_in_parts(self._tenants, new, roomy, count)
+                coming, roomy, victims, surplus = parted
+                placed = {item.key for item in coming}
+                plan.unplaced = [item for item in new if item.key not in placed]
+            else:
+                coming = new[: roomy + count]
+                victims = self._evict([item.key for item in coming], count)
+                if not victims:
+                    del coming[roomy:]
+                plan.unplaced = new[len(coming) :]
             self.blocks.admit([item.key for item in coming])
             for item, victim in zip(coming[roomy:], victims, strict=True):
                 item.victim = victim
             plan.items += coming
+            await self.remove(surplus, run_io)
         except BaseException:
             await self.account(plan, run_io)
             raise
         return plan
+
+    def _num_replacing(self, keys: Sequence[OffloadKey]) -> int:
+        """Return how many of the absent keys must replace blocks of their tenants."""
+        if self._tenants is None:
+            return 0
+        found = zip(keys, self._policy.find(keys), strict=True)
+        new = Counter(self._tenants.tenant_of(key) for key, slot in found if slot is None)
+        over = [
+            min(count, max(0, self._tenants.num_blocks(tenant) + count - self._parts[tenant]))
+            for tenant, count in new.items()
+        ]
+        return sum(over)
+
+    def _place_in_parts(
+        self, tenants: TenantPolicies, new: Sequence[StoreItem], roomy: int, most: int
+    ) -> tuple[list[StoreItem], int, list[OffloadKey], list[OffloadKey]]:
+        """Place the blocks of each tenant in its part: in free room, or for a victim.
+
+        A tenant that has more, since quotas were changed, loses a further block for each that it
+        stores, and makes room for tenants that find none.
+
+        Args:
+            tenants: The policy.
+            new: The blocks.
+            roomy: Number of them for which there is room.
+            most: Maximum number of victims.
+
+        Returns:
+            The blocks that are stored, first those without a victim; the number of these; the
+            victims of the others; and further victims.
+        """
+        placed: list[StoreItem] = []
+        replacing: list[StoreItem] = []
+        victims: list[OffloadKey] = []
+        surplus: list[OffloadKey] = []
+        for tenant in dict.fromkeys([tenants.tenant_of(item.key) for item in new]):
+            own = [item for item in new if tenants.tenant_of(item.key) == tenant]
+            excess = tenants.num_blocks(tenant) + len(own) - self._parts[tenant]
+            num_free = min(roomy - len(placed), len(own) - min(len(own), max(0, excess)))
+            keys = [item.key for item in own[num_free:]]
+            over = min(len(keys), max(0, excess))
+            found = self._evict_of(tenants, tenant, keys, min(over, most - len(victims)))
+            if (lacking := min(len(keys) - over, most - len(victims) - len(found))) > 0:
+                other, num_over = tenants.fullest(self._parts)
+                chosen = (other, min(lacking, num_over)) if num_over else (tenant, lacking)
+                found += self._evict_of(tenants, chosen[0], keys, chosen[1])
+            placed += own[:num_free]
+            replacing += own[num_free : num_free + len(found)]
+            victims += found
+            if most:
+                further = min(len(found), max(0, excess - len(own)))
+                surplus += self._evict_of(tenants, tenant, keys, further)
+        return placed + replacing, len(placed), victims, surplus
+
+    def _evict_of(
+        self, tenants: TenantPolicies, tenant: int, coming: Sequence[OffloadKey], count: int
+    ) -> list[OffloadKey]:
+        """Remove up to `count` idle blocks of a tenant from the policy."""
+        keys_of = self._policy.keys_of
+        incoming = [*coming, *placeholders(count - len(coming))]
+        slots = tenants.evict_some(
+            tenant, incoming, count, lambda slot: self._is_idle(keys_of([slot])[0])
+        )
+        victims = self._policy.remove(slots)
+        self.blocks.leave(victims)
+        return victims
 
     async def account(self, plan: Plan, run_io: RunIo) -> None:
         """Process the results of a store, roll back untried items, and update the shared count."""
@@ -338,7 +420,11 @@ class Space:
 
     def evict_idle(self, count: int) -> list[OffloadKey]:
         """Remove up to `count` idle blocks from the policy; `remove` deletes their files."""
-        return self._evict([], self._num_idle(count))
+        if self._tenants is None:
+            return self._evict([], self._num_idle(count))
+        tenant, over = self._tenants.fullest(self._parts)
+        portion = max(1, count // len(self._parts))  # then another may be the fullest
+        return self._evict_of(self._tenants, tenant, (), min(count, over or portion))
 
     def num_excess(self, now: Usage) -> int:
         """Return the number of blocks to evict in the background, at most one batch.

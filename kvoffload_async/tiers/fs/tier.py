@@ -299,7 +299,9 @@ class FsTier(AsyncTier):
 
     def gauges(self) -> Mapping[str, float]:
         """Return the usage by all processes and the capacity; empty without a capacity."""
-        return {} if self._space is None else self._space.gauges()
+        if (space := self._space) is None:
+            return {}
+        return {**space.gauges(), **space.tenant_gauges()}
 
     def describe(self) -> str:
         """Return the location of the blocks."""

@@ -431,18 +431,20 @@ class UsageFile:
 
     # -- what a job changes ---------------------------------------------------------------------
 
-    def begin(self, unit_bytes: int, count: int, capacity_bytes: int = 0) -> Operation:
+    def begin(
+        self, unit_bytes: int, count: int, capacity_bytes: int = 0, num_replacing: int = 0
+    ) -> Operation:
         """Begin an operation on up to `count` blocks, and publish it.
 
-        Room is reserved for as many new blocks as the capacity allows; the operation may move or
-        remove existing blocks in the number of the others. If it cannot be published, the next
-        change releases its room.
+        Room is reserved for as many new blocks as the capacity allows, but for `num_replacing`; the
+        operation may move or remove existing blocks in the number of the others. If it cannot be
+        published, the next change releases its room.
         """
         operation = Operation()
 
         def begin(usage: Usage) -> None:
             room_bytes = capacity_bytes - usage.total_bytes if self._counts_in(usage) else 0
-            granted = min(count, max(0, room_bytes) // unit_bytes)
+            granted = min(count - num_replacing, max(0, room_bytes) // unit_bytes)
             operation.reserved_bytes = granted * unit_bytes
             operation.moving_bytes = (count - granted) * unit_bytes
             operation.before = usage.marks

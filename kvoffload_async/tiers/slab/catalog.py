@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvoffload_async.abc.policy import CachePolicy
+from kvoffload_async.policies.tenants import TenantPolicies
 from kvoffload_async.tables.arrays import long_integers
 from kvoffload_async.tables.keymap import KeyMap
 from kvoffload_async.tiers.files.ranking import KeyRanking, placeholders
@@ -187,8 +188,15 @@ def _least_class(count: int) -> int:
 class Catalog:
     """Index of the blocks of one store. Thread: loop."""
 
-    def __init__(self, policy: CachePolicy, piece: int) -> None:
-        """Start without blocks, and own the policy; `piece` is the extent of `FreeRuns`."""
+    def __init__(self, policy: CachePolicy, piece: int, parts: Sequence[int] = ()) -> None:
+        """Start without blocks, and own the policy.
+
+        Args:
+            policy: Ranks the blocks; a `TenantPolicies` if there are tenants.
+            piece: The extent of `FreeRuns`.
+            parts: Maximum number of blocks of each tenant.
+        """
+        self._parts = parts
         self._ranking = KeyRanking(policy)
         self._address_of = long_integers(policy.capacity_blocks)
         """Slot in the ranking -> address of its block."""
@@ -200,7 +208,8 @@ class Catalog:
         self._passed: dict[SlotAddress, int] = {}
         """Address of a pinned block that was skipped at eviction -> its slot in the ranking."""
         self._retired: set[SlotAddress] = set()
-        self._claimed: set[SlotAddress] = set()
+        self._claimed: dict[SlotAddress, int] = {}
+        """Claimed address -> the tenant for whom."""
 
     def __len__(self) -> int:
         return len(self._ranking)
@@ -209,6 +218,11 @@ class Catalog:
     def num_free(self) -> int:
         """Number of free addresses."""
         return self._free.num_free
+
+    @property
+    def policy(self) -> CachePolicy:
+        """The eviction policy. Read-only."""
+        return self._ranking.policy
 
     @property
     def num_evictable(self) -> int:
@@ -321,6 +335,8 @@ class Catalog:
             The addresses, ascending and adjacent within an extent if possible, fewer than the keys
             if no more are available; the evicted keys, and their former addresses, parallel.
         """
+        if isinstance(self._ranking.policy, TenantPolicies):
+            return self._claim_in_part(self._ranking.policy, incoming, ahead)
         num_free = self._free.num_free
         count = 0
         if num_free < len(incoming) or (ahead and not self._free.has_run(len(incoming))):
@@ -330,16 +346,57 @@ class Catalog:
         coming = incoming
         if count > len(incoming):
             coming = [*incoming, *placeholders(count - len(incoming))]
-        freed: list[SlotAddress] = []
-        victims: list[OffloadKey] = []
         slots = self._ranking.policy.make_room(coming, count, is_evictable)
-        if slots:
-            freed = [self._address_of[slot] for slot in slots]
-            victims = self._ranking.remove(slots)
-            self._give_back(freed)
+        victims, freed = self._removed(slots or ())
         taken = self._free.take(min(len(incoming), self._free.num_free))
-        self._claimed.update(taken)
+        self._claimed.update(dict.fromkeys(taken, 0))
         return taken, victims, freed
+
+    def _removed(self, slots: Sequence[int]) -> tuple[list[OffloadKey], list[SlotAddress]]:
+        """Free the addresses of evicted blocks; return the keys and addresses."""
+        freed = [self._address_of[slot] for slot in slots]
+        victims = self._ranking.remove(slots)
+        self._give_back(freed)
+        return victims, freed
+
+    def _claim_in_part(
+        self, policy: TenantPolicies, incoming: Sequence[OffloadKey], ahead: int
+    ) -> tuple[list[SlotAddress], list[OffloadKey], list[SlotAddress]]:
+        """Like `claim`, for keys of one tenant, whose blocks keep to its part.
+
+        A tenant that has more, since quotas were changed, loses at most twice as many blocks as it
+        gets, and makes room for tenants that find no free address.
+        """
+        if not incoming:
+            return [], [], []
+        tenant, num_new = policy.tenant_of(incoming[0]), len(incoming)
+        used = policy.num_blocks(tenant) + list(self._claimed.values()).count(tenant)
+        part = self._parts[tenant]
+        excess = min(used + num_new - part, 2 * num_new)
+        evicted = self._evict(policy, tenant, incoming, excess + ahead if excess > 0 else 0)
+        num_new = min(num_new, len(evicted) + max(0, part - used))
+        victims, freed = self._removed(evicted)
+        while self._free.num_free < num_new:
+            missing = num_new - self._free.num_free
+            other, over = policy.fullest(self._parts)
+            slots = self._evict(
+                policy, other if over else tenant, (), min(missing, over or missing)
+            )
+            if not slots:
+                break
+            keys, addresses = self._removed(slots)
+            victims += keys
+            freed += addresses
+        taken = self._free.take(min(num_new, self._free.num_free))
+        self._claimed.update(dict.fromkeys(taken, tenant))
+        return taken, victims, freed
+
+    def _evict(
+        self, policy: TenantPolicies, tenant: int, incoming: Sequence[OffloadKey], count: int
+    ) -> list[int]:
+        """Evict up to `count` blocks of a tenant; return their slots."""
+        coming = [*incoming, *placeholders(count - len(incoming))]
+        return policy.evict_some(tenant, coming, count, self._is_evictable)
 
     def _is_evictable(self, slot: int) -> bool:
         address: SlotAddress = self._address_of[slot]
@@ -350,8 +407,12 @@ class Catalog:
 
     def release(self, addresses: Sequence[SlotAddress]) -> None:
         """Free claimed addresses that were not used."""
-        self._claimed.difference_update(addresses)
+        self._unclaim(addresses)
         self._give_back(addresses)
+
+    def _unclaim(self, addresses: Iterable[SlotAddress]) -> None:
+        for address in addresses:
+            self._claimed.pop(address, None)
 
     def _give_back(self, addresses: Iterable[SlotAddress]) -> None:
         ascending = sorted(addresses)
@@ -360,7 +421,7 @@ class Catalog:
 
     def admit(self, keys: Sequence[OffloadKey], addresses: Sequence[SlotAddress]) -> None:
         """Index blocks written to claimed addresses, ordered head to tail."""
-        self._claimed.difference_update(addresses)
+        self._unclaim(addresses)
         address_of = self._address_of
         for slot, address in zip(self._ranking.admit(keys[::-1]), addresses[::-1], strict=True):
             address_of[slot] = address

@@ -183,6 +183,8 @@ class SlabSettings(DiskSettings, SealingOptions):
                 f"capacity_bytes: {self.capacity_bytes} cannot hold one block of "
                 f"{block_bytes} bytes and the journal; give at least {budget.least_bytes}"
             )
+        if self.quotas is not None:
+            self.quotas.blocks(budget.most_slots, budget.slot_bytes, "capacity_bytes")
         return budget
 
 
@@ -369,8 +371,15 @@ class OpenStore:
         self, recovery: Recovery, create_policy: Callable[[int], CachePolicy]
     ) -> tuple[Catalog, bool]:
         """Return the catalog of the servable blocks, and whether their keys are distinct."""
-        policy = create_policy(self.settings.capacity_bytes // self.manifest.slot_bytes)
-        catalog = Catalog(policy, self.extent_slots)
+        capacity = self.settings.capacity_bytes // self.manifest.slot_bytes
+        if (quotas := self.settings.quotas) is None:
+            catalog = Catalog(create_policy(capacity), self.extent_slots)
+        else:
+            policy = quotas.policies(create_policy, capacity)
+            slot_bytes, most = self.manifest.slot_bytes, self.budget.most_slots
+            catalog = Catalog(
+                policy, self.extent_slots, quotas.blocks(most, slot_bytes, "capacity_bytes")
+            )
         addresses = recovery.scanned.units["address"][recovery.rows]
         return catalog, catalog.fill(self.table.slots(), addresses, recovery.keys())
 

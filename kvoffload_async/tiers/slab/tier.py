@@ -32,6 +32,7 @@ from kvoffload_async.errors import (
     TierUnavailableError,
     Trouble,
 )
+from kvoffload_async.policies.tenants import tenant_gauges
 from kvoffload_async.tables.keymap import key_of_cursor
 from kvoffload_async.tiers.files.identity import LostDirectoryError
 from kvoffload_async.tiers.files.modes import warn_of_others
@@ -403,6 +404,7 @@ class SlabTier(AsyncTier):
             "free_slots": store.catalog.num_free,
             "used_bytes": len(store.catalog) * store.manifest.slot_bytes,
             "capacity_bytes": store.budget.capacity_bytes,
+            **tenant_gauges(store.catalog.policy, store.manifest.slot_bytes),
         }
 
     def describe(self) -> str:
@@ -418,6 +420,15 @@ class SlabTier(AsyncTier):
         return {self._writing[key] for key in keys if key in self._writing}
 
     async def _store_absent(
+        self, store: OpenStore, job: JobMetadata, indices: Sequence[int]
+    ) -> BlockFailures:
+        """Write as many absent blocks of each tenant as there are addresses for it."""
+        quotas, failures = self._settings.quotas, dict[int, TierError]()
+        for group in [indices] if quotas is None else quotas.grouped(job.keys, indices):
+            failures |= await self._store_tenants(store, job, group)
+        return failures
+
+    async def _store_tenants(
         self, store: OpenStore, job: JobMetadata, indices: Sequence[int]
     ) -> BlockFailures:
         """Write as many absent blocks as there are free addresses, head first."""

@@ -375,7 +375,7 @@ class Host:
         run = [key for head in list(room.queue)[:1] for key in head.wants][: room.budget]
         absent = [key for key in run if self.primary.lookup(key) is MISS]
         readable = [key for key in run if self.primary.lookup(key) is HIT]
-        return len(absent) <= self.primary.room_excluding(readable)
+        return len(absent) <= self.primary.room_excluding(self._share, readable)
 
     def _num_stored(self):
         """Return the number of blocks that are being stored, or not yet in all tiers."""
@@ -659,6 +659,10 @@ class Host:
         asked = getattr(index, "_by_request", {})
         return tuple((whose.get(ctx), self._letters(sorted(keys))) for ctx, keys in asked.items())
 
+    @property
+    def _share(self):
+        return self.primary.shares[0]
+
     def _room(self):
         room = self.planner.room
         number_of = {self.planner.requests[ctx]: n for n, ctx in enumerate(self.requests) if ctx}
@@ -675,9 +679,9 @@ class Host:
             ),
             room._is_contended,
             room._is_store_refused,
-            self._age(room._searched_s),
-            room._blocked_at == blocked if head else None,
-            room._head_needs if head else None,
+            self._age(room._searched_s[self._share]),
+            room._blocked_at.get(self._share) == blocked if head else None,
+            room._head_needs.get(self._share) if head else None,
             tuple(number_of[request] for request in prefetcher.queued),
             tuple(number_of[request] for request in room.early),
             prefetcher._blocked_at == ahead_blocked if next_ahead else None,

@@ -169,11 +169,11 @@ def _never_grants_a_part(monkeypatch):
 
 
 def _lets_stores_take_all(monkeypatch):
-    monkeypatch.setattr(Room, "room_for_store", lambda room, count, **_: count)
+    monkeypatch.setattr(Room, "room_for_store", lambda room, count, share, **_: count)
 
 
 def _gives_stores_nothing(monkeypatch):
-    monkeypatch.setattr(Room, "room_for_store", lambda room, count, **_: 0)
+    monkeypatch.setattr(Room, "room_for_store", lambda room, count, share, **_: 0)
 
 
 def _ends_no_turn(monkeypatch):
@@ -197,13 +197,11 @@ def _grants_in_parts(monkeypatch):
 
 def _counts_on_what_is_gone(monkeypatch):
     _never_grants_a_part(monkeypatch)
-    slots = property(lambda room: room._primary.num_slots - room.reserved)
-    monkeypatch.setattr(Room, "budget", slots)
+    monkeypatch.setattr(Room, "budget_in", lambda room, share: share.most - room.reserved)
 
 
 def _leaves_stores_nothing(monkeypatch):
-    slots = property(lambda room: room._primary.num_slots - len(room._primary.pool.holds))
-    monkeypatch.setattr(Room, "budget", slots)
+    monkeypatch.setattr(Room, "budget_in", lambda room, share: share.most - share.held)
 
 
 def _waits_for_silent_tiers(monkeypatch):
@@ -231,7 +229,7 @@ def _promotes_ahead_of_the_queue(monkeypatch):
 
 
 def _keeps_early_tickets_from_stores(monkeypatch):
-    monkeypatch.setattr(Room, "give_way", lambda room, count: None)
+    monkeypatch.setattr(Room, "give_way", lambda room, count, share: None)
 
 
 def _holds_a_failed_prefetch_against_requests(monkeypatch):
