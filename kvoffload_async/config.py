@@ -446,6 +446,57 @@ class WriteBack(StrEnum):
     DROP = "drop"
 
 
+DEFAULT_TENANT: Final = "default"
+_MOST_TENANTS: Final = 255
+
+
+class UnknownTenant(StrEnum):
+    """What becomes of a request whose tenant is missing or unknown."""
+
+    DEFAULT = "default"
+    NO_STORE = "no_store"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TenantOptions(Options):
+    """The options of one tenant.
+
+    Attributes:
+        name: The tenant's name.
+    """
+
+    name: str
+    encryption_key_files: tuple[str, ...] | None = option(
+        or_none(parse_files), None, key="encryption_key_file"
+    )
+    """Absolute path of a file with the key that the tenant's blocks are encrypted with in every
+    tier, or a list of up to 4 paths: the first key encrypts, and all decrypt. Without it, the
+    tiers' own."""
+    name_key_files: tuple[str, ...] | None = option(or_none(parse_files), None, key="name_key_file")
+    """Absolute path of a file with the key that the names of the tenant's blocks are sealed with,
+    or a list of up to 4 paths. Without it, the tiers' own."""
+    quota_bytes: int | None = option(or_none(parse_size_bytes), None)
+    """Maximum bytes of the tenant's blocks in the primary, and as many in each tier; None: an
+    equal share of what the quotas of others leave."""
+
+
+def _tenant_list(value: object, key: str) -> tuple[TenantOptions, ...]:
+    allowed = f"an object of 1 to {_MOST_TENANTS - 1} names of tenants, each with an object"
+    if not isinstance(value, Mapping) or not 0 < len(value) < _MOST_TENANTS:
+        _reject(key, value, allowed)
+    tenants: list[TenantOptions] = []
+    for name, given in value.items():
+        place = f"{key}[{parse_label(name, key)!r}]"
+        if not isinstance(given, Mapping):
+            _reject(place, given, f"an object of {', '.join(TenantOptions.declared())}")
+        try:
+            reject_unknown(given, TenantOptions.declared(), "tenant")
+            tenants.append(TenantOptions.take(given, name=name))
+        except ConfigError as error:
+            raise ConfigError(f"{place}: {error}") from error
+    return tuple(tenants)
+
+
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig(Options):
     """Every setting of an engine."""
@@ -511,6 +562,12 @@ class OffloadConfig(Options):
     """Absolute path of a file for a trace of all requests, which `kvoffload simulate` and `replay`
     read. Block ids are hashed with a secret of the run. The file is rotated at 256 MiB; a trace
     that is there is kept as `<path>.1`, and any other file is refused."""
+    tenants: tuple[TenantOptions, ...] | None = option(or_none(_tenant_list), None)
+    """Tenants by name, each with its options: they share the engine and no block. "default" is one
+    of them, given or not. See docs/howto/tenants.md."""
+    unknown_tenant: UnknownTenant = option(one_of(UnknownTenant), UnknownTenant.DEFAULT)
+    """Tenant of a request that names none, or one that is not in `tenants`: "default", or with
+    "no_store" none: its blocks are neither stored nor loaded."""
     secondary_tiers: tuple[Mapping[str, Any], ...] = option(_tier_list, (), is_shown=False)
     """Tier configurations, in lookup order; see `SecondaryTierFactory`."""
 
