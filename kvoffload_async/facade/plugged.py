@@ -717,7 +717,7 @@ def statistics_of(hosts: Iterable[tuple[PluggedTiers, HostRows]]) -> OffloadingS
         sizes.add(rows.row_bytes)
         tiers += [replace(tier, name=owner_name(tier.name, seen)) for tier in plugged.stats()]
     figures: dict[str, Any] = {figure.name: 0 for figure in fields(PrimaryStatistics)}
-    figures["hints"] = {}
+    figures["hints"] = figures["tenant_slots"] = {}
     figures["slots"] = SlotStatistics(free=free, writing=0, idle=0, pinned=pinned, held=0)
     figures["row_bytes"] = sizes.pop() if len(sizes) == 1 else 0
     return OffloadingStatistics(primary=PrimaryStatistics(**figures), tiers=tuple(tiers))
