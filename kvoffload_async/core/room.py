@@ -137,7 +137,9 @@ class Room:
         self._tiers = tiers
         self._find = find
         self._submit = submit
-        self.queue: dict[RequestState, None] = {}
+        self.queue: dict[RequestState, Share] = {}
+        self._waiting: dict[Share, dict[RequestState, None]] = {}
+        """Tenants of the queue -> their requests in it, oldest first."""
         self._holders: dict[OffloadKey, int] = {}
         """Key -> number of tickets that name it. It has one pin, once it is readable."""
         self._awaited: dict[OffloadKey, list[RequestState]] = {}
@@ -482,7 +484,7 @@ class Room:
         oldest = next(iter(self.early.items()), None)
         if oldest is not None and now_s - oldest[1][0] > self.early_s:
             self.leave(oldest[0])
-        heads = self._heads() if self.queue else ()
+        heads = [next(iter(waiting)) for waiting in self._waiting.values()]
         silent = [head for head in heads if now_s - head.asked_at_s > TURN_S]
         for head in silent:
             self._dequeue(head)
@@ -500,7 +502,14 @@ class Room:
         for request in requests.union(self.queue, self._landed):
             request.wants, request.ticket = {}, {}
             request.awaits, request.is_queued, request.blocked_since_s = 0, False, None
-        for table in (self.queue, self._holders, self._awaited, self._landed, self.early):
+        for table in (
+            self.queue,
+            self._waiting,
+            self._holders,
+            self._awaited,
+            self._landed,
+            self.early,
+        ):
             table.clear()
         self.in_flight.clear()
         for step in (self._rounds, self._used, self.guarded, self.found):
@@ -545,13 +554,17 @@ class Room:
         self._join(request)
 
     def _join(self, request: RequestState) -> None:
-        self.queue.setdefault(request)
+        share = self.queue.setdefault(request, self._share(request))
+        self._waiting.setdefault(share, {})[request] = None
         request.is_queued = True
         self._version += 1
 
     def _dequeue(self, request: RequestState) -> None:
         if request.is_queued:
-            del self.queue[request]
+            share = self.queue.pop(request)
+            del self._waiting[share][request]
+            if not self._waiting[share]:
+                del self._waiting[share]
             request.is_queued, request.blocked_since_s = False, None
             self._primary.allow_anew(self._num_withheld)  # what the head needs has changed
             self._num_withheld = 0
@@ -574,7 +587,7 @@ class Room:
                 break
             self._release(holder, list(holder.ticket))
             self._notify(holder)
-        for share in self._primary.shares if self.queue else ():
+        for share in tuple(self._waiting):
             while (head := self._head(share)) is not None:
                 is_starved = counts and self._is_starved(head, now_s)
                 state = head, self._version, self._primary.room_made
@@ -603,12 +616,7 @@ class Room:
 
     def _head(self, share: Share) -> RequestState | None:
         """Return a tenant's first request in the queue."""
-        return next((each for each in self.queue if self._share(each) is share), None)
-
-    def _heads(self) -> list[RequestState]:
-        """Return each tenant's first request in the queue."""
-        heads = map(self._head, self._primary.shares)
-        return [head for head in heads if head is not None]
+        return next(iter(self._waiting.get(share, ())), None)
 
     def _run_of(
         self, request: RequestState, now_s: float, *, is_due: bool
