@@ -1137,7 +1137,7 @@ class Primary(ResidentBlocks):
     @property
     def counts(self) -> dict[str, int]:
         """Slots by use: free, writing, idle, pinned and held; they add up to `num_slots`."""
-        pool, idle = self.pool, sum(share.idle + share.protected for share in self.shares)
+        pool, idle = self.pool, sum([share.idle + share.protected for share in self.shares])
         free, held = pool.unused.count, len(pool.holds)
         return {
             "free": free,
@@ -1150,8 +1150,9 @@ class Primary(ResidentBlocks):
     @property
     def tenant_slots(self) -> dict[int, int]:
         """Slots that each tenant takes, by its index; empty without tenants."""
-        shares = self.shares if self.is_shared else ()
-        return {tenant: share.most - share.free for tenant, share in enumerate(shares)}
+        if not self.is_shared:
+            return {}
+        return {tenant: share.most - share.free for tenant, share in enumerate(self.shares)}
 
     def num_in_use(self, keys: Sequence[OffloadKey]) -> int:
         """Return how many of these blocks are pinned or being written."""

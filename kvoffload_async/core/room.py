@@ -484,11 +484,14 @@ class Room:
         oldest = next(iter(self.early.items()), None)
         if oldest is not None and now_s - oldest[1][0] > self.early_s:
             self.leave(oldest[0])
-        heads = [next(iter(waiting)) for waiting in self._waiting.values()]
-        silent = [head for head in heads if now_s - head.asked_at_s > TURN_S]
-        for head in silent:
-            self._dequeue(head)
-        self._is_contended = self._is_store_refused or len(heads) > len(silent)
+        asking = len(self._waiting)
+        if asking:
+            heads = [next(iter(waiting)) for waiting in self._waiting.values()]
+            silent = [head for head in heads if now_s - head.asked_at_s > TURN_S]
+            for head in silent:
+                self._dequeue(head)
+            asking -= len(silent)
+        self._is_contended = self._is_store_refused or asking > 0
         self._is_store_refused = False
         if self._is_contended:
             self._give_up_silent(now_s)
