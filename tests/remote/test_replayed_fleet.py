@@ -57,7 +57,7 @@ def mooncake(folder):
         yield {"type": "mooncake", **master.options, "segment_bytes": ROOM_BYTES // HOSTS}
 
 
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(800)
 @pytest.mark.parametrize(
     "store", [valkey, object_store, mooncake], ids=lambda store: store.__name__
 )
