@@ -148,7 +148,8 @@ def servers(session: nox.Session) -> None:
         "LD_LIBRARY_PATH": os.pathsep.join(sorted(libraries)),
     }
     pytest = ("python", "-m", "pytest")
-    session.run(*pytest, "tests/remote", *session.posargs, env=environment)
+    patient = ("-o", "faulthandler_timeout=900")
+    session.run(*pytest, "tests/remote", *patient, *session.posargs, env=environment)
     pages = ("tests/docs/test_blocks.py", "-k", "valkey or object or mooncake")
     session.run(*pytest, *pages, *session.posargs, env=environment)
 

@@ -53,6 +53,8 @@ from kvoffload_async.tiers.remote.calls import HangDetector
 from kvoffload_async.tiers.remote.client import Server
 
 _MAX_REPLICAS: Final = 64
+_MIN_SEGMENT_BYTES: Final = 16 << 20
+"""The library joins no store with less."""
 _MAX_LEAVE_S: Final = 5.0
 _HOST_AND_PORT: Final = re.compile(r"[^\s:/]+:\d{1,5}")
 _COMMAND: Final = (sys.executable, "-P", helper.__file__)
@@ -80,9 +82,12 @@ def parse_text(value: object, key: str) -> str:
     return value
 
 
-def parse_optional_size_bytes(value: object, key: str) -> int:
-    """Return a size in bytes that may be 0; raises ConfigError."""
-    return 0 if type(value) is int and value == 0 else parse_size_bytes(value, key)
+def parse_segment_bytes(value: object, key: str) -> int:
+    """Return 0, or a size in bytes that the library takes; raises ConfigError."""
+    num_bytes = 0 if type(value) is int and value == 0 else parse_size_bytes(value, key)
+    if 0 < num_bytes < _MIN_SEGMENT_BYTES:
+        raise ConfigError(f"{key}: {shown(value)} is not valid; give 0 or at least 16MiB")
+    return num_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +103,8 @@ class MooncakeConnection(Options):
     http://HOST:8080/metadata."""
     host: str = option(parse_name, "127.0.0.1")
     """Name or address by which other hosts reach this host."""
-    segment_bytes: int = option(parse_optional_size_bytes, "1GiB")
-    """Memory that the helper process contributes to the store; 0: none."""
+    segment_bytes: int = option(parse_segment_bytes, "1GiB")
+    """Memory that the helper process contributes to the store: at least 16 MiB, or 0 for none."""
     protocol: Protocol = option(one_of(Protocol), Protocol.TCP)
     """Transport of the data: "tcp" or "rdma"."""
     rdma_devices: str = option(parse_text, "")

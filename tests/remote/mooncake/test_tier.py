@@ -174,6 +174,7 @@ def test_a_closed_tier_says_so(master):
         ("host", ""),
         ("segment_bytes", -1),
         ("segment_bytes", False),
+        ("segment_bytes", "15MiB"),
         ("protocol", "udp"),
         ("rdma_devices", 1),
         ("replicas", 0),
