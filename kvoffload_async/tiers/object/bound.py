@@ -50,6 +50,7 @@ class BucketBound:
         self,
         store: ObjectClient,
         call: Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]],
+        list_: Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]],
         in_thread: Callable[[Callable[[], Any]], Awaitable[Any]],
         *,
         capacity_bytes: int,
@@ -62,6 +63,7 @@ class BucketBound:
         Args:
             store: Where blocks and records are.
             call: Runs a call of the store with a deadline; raises TierError.
+            list_: As `call`, for list requests.
             in_thread: Runs long computations.
             capacity_bytes: The bound.
             size_of: Returns the bytes of a block's object.
@@ -71,6 +73,7 @@ class BucketBound:
         self.account = quota.Account(secrets.token_bytes(quota.HOST_BYTES), capacity_bytes)
         self._store = store
         self._call = call
+        self._list = list_
         self._in_thread = in_thread
         self._size_of = size_of
         self._deleted = deleted
@@ -120,6 +123,7 @@ class BucketBound:
             "used_bytes": 0 if word is None else word.used_bytes,
             "capacity_bytes": self.account.capacity_bytes if word is None else word.bound_bytes,
             "declined_blocks": self.account.declined,
+            "dropped_uses": self.account.dropped,
             "leads": self._leader is not None,
         }
 
@@ -146,7 +150,7 @@ class BucketBound:
             return
         own, word_s, newest_s = self.account.host, -math.inf, dict[bytes, float]()
         records: _Records = []
-        listed = await self._call(self._store.list_records)
+        listed = await self._list(self._store.list_records)
         for name, modified_s, version in sorted(listed, key=lambda item: item[1]):
             if match := _NAME.fullmatch(name):
                 host = bytes.fromhex(match[1])
@@ -156,7 +160,8 @@ class BucketBound:
                 word_s = modified_s
             else:
                 self._warn_once(_NO_RECORD)
-        fresh, elected = quota.fresh_hosts(newest_s, word_s, self._period_s)
+        now_s = newest_s.setdefault(own, max(newest_s.values(), default=0.0))
+        fresh, elected = quota.fresh_hosts(newest_s, word_s, now_s, self._period_s)
         if self._leader is None and elected == own:
             self._leader = quota.Leader(self._word, self._size_of)
             self._versions, self._cursor, self._passed_foreign = {}, None, 0
@@ -203,35 +208,52 @@ class BucketBound:
         for first in range(0, len(new), AT_ONCE):
             await self._read(leader, new[first : first + AT_ONCE])
         leader.keep(fresh)
-        await self._scan(leader)
+        if is_new := not leader.table.is_complete:
+            await self._scan(leader)
         await self._sweep(leader)
         self._word = leader.word(self.account.host)
         await self._call(partial(self._store.write_record, _WORD, self._word.encode()))
         self._obey(self._word)
         if dead := [name for host, name, _ in records if host not in fresh][:AT_ONCE]:
             await self._call(partial(self._store.discard_records, dead))
+        if not is_new:  # last, as it may take longest
+            await self._scan(leader)
 
     async def _read(self, leader: quota.Leader, names: Sequence[tuple[str, str]]) -> None:
         found: dict[str, bytes | None] = {}
 
         async def read(name: str) -> None:
-            found[name] = await self._call(partial(self._store.read_record, name))
+            try:
+                found[name] = await self._call(partial(self._store.read_record, name))
+            except TierError as error:
+                drop_tracebacks(error)
+                self._failed(error)
 
         await run_together((read(name) for name, _ in names), "object:record")
-        for name, version in names:
-            self._versions[name] = version
-            record = quota.Record.parse(found[name] or b"")
-            if record is not None and name.startswith(record.host.hex()):
-                leader.take(record)
-            elif found[name] is not None:
-                self._warn_once(_NO_RECORD)
+
+        def take() -> None:
+            for name, version in names:
+                if name not in found:
+                    continue
+                self._versions[name] = version
+                record = quota.Record.parse(found[name] or b"")
+                if (
+                    record is not None
+                    and name.startswith(record.host.hex())
+                    and record.capacity_bytes >= leader.block_bytes
+                ):
+                    leader.take(record)
+                elif found[name] is not None:
+                    self._warn_once(_NO_RECORD)
+
+        await self._in_thread(take)
 
     async def _scan(self, leader: quota.Leader) -> None:
         """List further objects: a page, or for a new leader as many as the time allows."""
         table, loop = leader.table, asyncio.get_running_loop()
         while True:
             page = partial(self._store.list_blocks, self._cursor, _PAGE_BLOCKS)
-            blocks, num_foreign, self._cursor = await self._call(page)
+            blocks, num_foreign, self._cursor = await self._list(page)
             table.listed(blocks)
             self._passed_foreign += num_foreign
             if self._cursor is None:
@@ -244,17 +266,37 @@ class BucketBound:
     async def _sweep(self, leader: quota.Leader) -> None:
         """Delete the blocks that were not used for longest, as many as the time allows."""
         table, loop = leader.table, asyncio.get_running_loop()
-        while table.is_complete and (
-            planned := [*islice(table.oldest(leader.target_bytes), _PLANNED_BLOCKS)]
-        ):
+        until_s = max(self._until_s, loop.time() + self._period_s / 4)
+        while table.is_complete:
+            planned = [*islice(table.oldest(leader.target_bytes), _PLANNED_BLOCKS)]
             for first in range(0, len(planned), AT_ONCE):
-                if loop.time() >= self._until_s:
-                    return
                 keys = planned[first : first + AT_ONCE]
-                await self._call(partial(self._store.remove, keys))
-                table.deleted(keys)
-                self._gauges["bound_deletions"] += len(keys)
-                self._deleted(keys)
+                if loop.time() >= until_s or not await self._delete(table, keys):
+                    return
+            if not planned:
+                return
+
+    async def _delete(self, table: quota.UseTable, keys: Sequence[OffloadKey]) -> bool:
+        """Delete blocks; return whether any was deleted. The others are tried again last."""
+        gone: list[OffloadKey] = []
+
+        async def delete(key: OffloadKey) -> None:
+            table.use(key, 0)
+            try:
+                await self._call(partial(self._store.remove, [key]))
+            except TierError as error:
+                drop_tracebacks(error)
+                self._failed(error)
+            else:
+                gone.append(key)
+
+        try:
+            await run_together(map(delete, keys), "object:delete")
+        finally:
+            table.deleted(gone)
+            self._gauges["bound_deletions"] += len(gone)
+            self._deleted(gone)
+        return bool(gone)
 
     def _failed(self, error: Exception) -> None:
         self._gauges["bound_failures"] += 1

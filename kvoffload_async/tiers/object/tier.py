@@ -27,6 +27,7 @@ from kvoffload_async.config import (
 from kvoffload_async.errors import (
     ConfigError,
     CorruptBlockError,
+    SlowDownError,
     TierError,
     TierFullError,
     TierTimeoutError,
@@ -34,8 +35,8 @@ from kvoffload_async.errors import (
 )
 from kvoffload_async.tiers.object.bound import BucketBound
 from kvoffload_async.tiers.object.endpoints import variables_of
-from kvoffload_async.tiers.object.quota import MOST_BLOCKS
-from kvoffload_async.tiers.remote.client import RemoteClient
+from kvoffload_async.tiers.object.quota import MOST_BLOCKS, SHORTEST_KEY
+from kvoffload_async.tiers.remote.client import RefusedError, RemoteClient
 from kvoffload_async.tiers.remote.lookups import Lookups
 from kvoffload_async.tiers.remote.settings import (
     MAX_CONNECTIONS,
@@ -303,7 +304,7 @@ class ObjectTier(RemoteTier):
         settings = self._settings
         if settings.capacity_bytes is None:
             return
-        settings.check_capacity(self._envelopes.block_bytes)
+        settings.check_capacity(self._envelopes.value_bytes(SHORTEST_KEY))
 
         def deleted(keys: Sequence[OffloadKey]) -> None:
             self._questions.deleted(keys)
@@ -311,6 +312,7 @@ class ObjectTier(RemoteTier):
 
         self._bound = BucketBound(
             self._client,
+            lambda call: self._calls.run(call, self._deadline(settings.call_timeout_s)),
             self._run_long,
             partial(env.io.run, Direction.METADATA),
             capacity_bytes=settings.capacity_bytes,
@@ -341,11 +343,15 @@ class ObjectTier(RemoteTier):
         num_bytes = self._envelopes.value_bytes(key)
         if not account.admits(num_bytes):
             return {i: TierFullError(f"{self._location}: capacity_bytes has no room yet")}
-        failures: dict[int, TierError] | None = None
+        is_written = True  # unless the store has said otherwise
         try:
             failures = await super()._store_portion(job, portion, deadline_s)
+            is_written = not failures
+        except (RefusedError, SlowDownError, TierFullError):
+            is_written = False
+            raise
         finally:
-            account.ended(key, num_bytes, is_written=failures == {})
+            account.ended(key, num_bytes, is_written=is_written)
         return failures
 
     async def longest_prefixes(self, chains: Sequence[Sequence[OffloadKey]]) -> Sequence[int]:

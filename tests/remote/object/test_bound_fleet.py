@@ -97,6 +97,7 @@ class Host:
         self.bound = BucketBound(
             bucket,
             _call,
+            _call,
             _in_thread,
             capacity_bytes=capacity_bytes,
             size_of=lambda _key: BLOCK_BYTES,
@@ -432,8 +433,8 @@ def test_the_smallest_bound_holds_and_each_host_warns_once(caplog):
     [
         b"",
         b"anything",
-        Record(b"12345678", 1, 0, 0, 0, 1).encode(),  # of another host than its name says
-        Record(b"12345678", 1, 0, 0, 0, 1).encode().replace(b"KVOR\1", b"KVOR\2"),
+        Record(b"12345678", BLOCK_BYTES, 0, 0, 0, 1).encode(),  # of another host than its name says
+        Record(b"12345678", BLOCK_BYTES, 0, 0, 0, 1).encode().replace(b"KVOR\1", b"KVOR\2"),
     ],
 )
 @pytest.mark.parametrize("name", ["00" * 8 + "-1", "readme"])
@@ -462,7 +463,7 @@ def test_a_word_of_a_newer_release_is_replaced_once_no_leader_writes_it(caplog):
     bucket = Bucket()
 
     async def main():
-        word = Word(b"12345678", 0, CAPACITY_BYTES, CAPACITY_BYTES, 1, {}).encode()
+        word = Word(b"12345678", 0, CAPACITY_BYTES, CAPACITY_BYTES, 1, 0, {}).encode()
         await bucket.write_record("word", word.replace(b"KVOW\1", b"KVOW\2"))
         host = Host(bucket, CAPACITY_BYTES)
         await host.bound.start(2.5)
