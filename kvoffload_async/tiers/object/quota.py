@@ -1,10 +1,10 @@
 """The bound that the hosts of a namespace keep together: records, last uses and grants; no I/O.
 
-Each host writes a *record* per period: the bytes that it has written, and the blocks that it has
-stored, and those that it has used, whether they are stored or not. One host, the *leader*, reads the records, deletes the blocks that were not used for
-longest, and writes the *word*: for each host the total of bytes up to which it may write. A total
-is absolute, so a host that reads it late or twice writes no more. A host without a word spends what
-it was granted, and then declines to store.
+Each host writes a *record* per period: the bytes that it has written, the blocks that it has
+stored, and those that it has used, whether they are stored or not. One host, the *leader*, reads
+the records, deletes the blocks that were not used for longest, and writes the *word*: for each host
+the total of bytes up to which it may write. A total is absolute, so a host that reads it late or
+twice writes no more. A host without a word spends what it was granted, and then declines to store.
 
 The leader keeps the sum of the bytes used and of all bytes granted but not yet reported within the
 bound. All integers are little-endian.
@@ -388,8 +388,9 @@ class Leader:
         open_bytes = sum(max(c.open_bytes, limits[h] - c.written_bytes) for h, c in claims.items())
         number = 0 if self._last is None else self._last.number
         figures = used, min(bounds), max(bounds), (number + 1) & _MOST_BYTES, used + open_bytes
-        self._last = Word(host, *(min(figure, _MOST_BYTES) for figure in figures), limits)
-        return self._last
+        word = Word._make((host, *(min(figure, _MOST_BYTES) for figure in figures), limits))
+        self._last = word
+        return word
 
     @property
     def block_bytes(self) -> int:

@@ -241,7 +241,7 @@ def test_the_bytes_used_are_the_sum_of_the_blocks_in_any_order(steps):
         sizes = {key: K.index(key) + 1 for key in table.oldest(-1)}
         used_only = sum(sizes.values()) - table.used_bytes
         assert used_only == 0 or not table.is_complete
-        assert 0 <= used_only
+        assert used_only >= 0
         assert set(table.oldest(0)) <= sizes.keys()
 
 
