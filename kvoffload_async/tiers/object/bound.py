@@ -135,7 +135,6 @@ class BucketBound:
                 self._until_s = began_s + _SWEEP_PART * self._period_s
                 await self._take_turn()
             except TierError as error:
-                drop_tracebacks(error)
                 self._failed(error)
             if not first.done():
                 first.set_result(None)
@@ -206,7 +205,7 @@ class BucketBound:
         others = fresh - {self.account.host}
         new = [(n, v) for host, n, v in records if host in others and self._versions[n] != v]
         for first in range(0, len(new), AT_ONCE):
-            await self._read(leader, new[first : first + AT_ONCE])
+            await self._read(leader, dict(new[first : first + AT_ONCE]))
         leader.keep(fresh)
         if is_new := not leader.table.is_complete:
             await self._scan(leader)
@@ -219,33 +218,25 @@ class BucketBound:
         if not is_new:  # last, as it may take longest
             await self._scan(leader)
 
-    async def _read(self, leader: quota.Leader, names: Sequence[tuple[str, str]]) -> None:
+    async def _read(self, leader: quota.Leader, names: Mapping[str, str]) -> None:
         found: dict[str, bytes | None] = {}
 
         async def read(name: str) -> None:
             try:
                 found[name] = await self._call(partial(self._store.read_record, name))
             except TierError as error:
-                drop_tracebacks(error)
                 self._failed(error)
 
-        await run_together((read(name) for name, _ in names), "object:record")
-
         def take() -> None:
-            for name, version in names:
-                if name not in found:
-                    continue
-                self._versions[name] = version
-                record = quota.Record.parse(found[name] or b"")
-                if (
-                    record is not None
-                    and name.startswith(record.host.hex())
-                    and record.capacity_bytes >= leader.block_bytes
-                ):
+            for name in [name for name in names if name in found]:
+                self._versions[name] = names[name]
+                record = quota.Record.parse(found[name] or b"", leader.block_bytes)
+                if record is not None and name.startswith(record.host.hex()):
                     leader.take(record)
                 elif found[name] is not None:
                     self._warn_once(_NO_RECORD)
 
+        await run_together(map(read, names), "object:record")
         await self._in_thread(take)
 
     async def _scan(self, leader: quota.Leader) -> None:
@@ -285,7 +276,6 @@ class BucketBound:
             try:
                 await self._call(partial(self._store.remove, [key]))
             except TierError as error:
-                drop_tracebacks(error)
                 self._failed(error)
             else:
                 gone.append(key)
@@ -299,6 +289,7 @@ class BucketBound:
         return bool(gone)
 
     def _failed(self, error: Exception) -> None:
+        drop_tracebacks(error)
         self._gauges["bound_failures"] += 1
         more = self._rate.note(asyncio.get_running_loop().time())
         if more is not None:

@@ -82,8 +82,8 @@ class Record(NamedTuple):
         return head + b"".join(_LENGTH.pack(len(key)) + key for key in keys)
 
     @classmethod
-    def parse(cls, data: bytes) -> Self | None:
-        """Return the record; None if it is invalid or of another version."""
+    def parse(cls, data: bytes, least_bytes: int = 1) -> Self | None:
+        """Return the record; None if it is of another version, invalid, or of a smaller bound."""
         if (head := _head_of(data, _RECORD)) is None:
             return None
         keys: list[OffloadKey] = []
@@ -95,7 +95,7 @@ class Record(NamedTuple):
                 return None
             keys.append(OffloadKey(data[at - length : at]))
         *fields, num_stored, num_used = head
-        if (at, len(keys)) != (len(data), num_stored + num_used):
+        if (at, len(keys)) != (len(data), num_stored + num_used) or fields[1] < least_bytes:
             return None
         return cls._make((*fields, keys[:num_stored], keys[num_stored:]))
 

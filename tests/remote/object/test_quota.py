@@ -28,7 +28,7 @@ numbers = st.integers(0, (1 << 64) - 1)
 hosts = st.binary(min_size=8, max_size=8)
 keys = st.binary(min_size=5, max_size=MOST_KEY_BYTES)
 records = st.builds(
-    Record, hosts, numbers, numbers, numbers, numbers, numbers,
+    Record, hosts, numbers.filter(bool), numbers, numbers, numbers, numbers,
     st.lists(keys, max_size=5), st.lists(keys, max_size=5),
 )  # fmt: skip
 words = st.builds(
@@ -82,6 +82,8 @@ def test_any_bytes_after_a_head_are_read_or_refused(rest):
 
 def test_a_record_or_word_with_too_many_or_impossible_names_is_refused():
     record = Record(b"h" * 8, 1, 2, 3, 4, 5, (K[0],))
+    assert Record.parse(record.encode(), 1) == record._replace(stored=[K[0]], used=[])
+    assert Record.parse(record.encode(), 2) is None
     for names in ((K[0],) * MOST_KEYS, (b"k",), (b"k" * (MOST_KEY_BYTES + 1),)):
         assert Record.parse(record._replace(used=names).encode()) is None
     limits = {n.to_bytes(8, "big"): n for n in range(MOST_HOSTS + 1)}
