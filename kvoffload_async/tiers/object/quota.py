@@ -7,7 +7,8 @@ the total of bytes up to which it may write. A total is absolute, so a host that
 twice writes no more. A host without a word spends what it was granted, and then declines to store.
 
 The leader keeps the sum of the bytes used and of all bytes granted but not yet reported within the
-bound. All integers are little-endian.
+bound. Each tenant has a bound of its own, so an object holds a record or word for each tenant, in
+their order, behind its length in 4 bytes. All integers are little-endian.
 
 | bytes | record | word |
 |---|---|---|
@@ -40,13 +41,15 @@ MOST_HOSTS: Final = 1024
 MOST_BLOCKS: Final = 1 << 22
 """Maximum blocks within a bound: the leader holds about 300 bytes for each."""
 MOST_KEYS: Final = 1 << 13
-"""Maximum keys of a record, and twice those of blocks used that wait for one."""
+"""Maximum keys of a host's records: half are stored blocks, and half were used."""
 MOST_KEY_BYTES: Final = 120
 MOST_RECORD_BYTES: Final = 1 << 20
 SHORTEST_KEY: Final = OffloadKey(bytes(LEAST_KEY_BYTES))
 RECORDS_A_HOST: Final = 4
 """Records that exist of a host: each replaces the fourth before, which the leader has read."""
 MOST_RECORDS: Final = RECORDS_A_HOST * MOST_HOSTS
+MOST_TENANTS: Final = 32
+"""Maximum tenants with bounds of their own; a word names each host for each of them."""
 FRESH_PERIODS: Final = 3
 """Age in periods up to which a record shows that its host is alive, and a word its leader."""
 
@@ -127,6 +130,22 @@ class Word(NamedTuple):
         return cls._make((*head[:-2], dict(_LIMIT.iter_unpack(data[_HEAD.size :]))))
 
 
+def joined(items: Iterable[Record] | Iterable[Word]) -> bytes:
+    """Return the bytes of an object with a record or word for each tenant."""
+    parts = [item.encode() for item in items]
+    return b"".join(len(part).to_bytes(4, "little") + part for part in parts)
+
+
+def split(data: bytes, count: int) -> list[bytes]:
+    """Return the records or words of an object; empty unless there are `count`."""
+    parts: list[bytes] = []
+    while data and len(parts) < count:
+        end = 4 + int.from_bytes(data[:4], "little")
+        parts.append(data[4:end])
+        data = data[end:]
+    return parts if len(parts) == count and not data else []
+
+
 def _head_of(data: bytes, magic: bytes) -> tuple[Any, ...] | None:
     if len(data) < _HEAD.size:
         return None
@@ -135,7 +154,7 @@ def _head_of(data: bytes, magic: bytes) -> tuple[Any, ...] | None:
 
 
 class Account:
-    """What one host has written and may write.
+    """What one host has written of a tenant, and may write.
 
     Not thread-safe.
 
@@ -145,15 +164,17 @@ class Account:
         dropped: Number of uses that it could not report.
     """
 
-    def __init__(self, host: bytes, capacity_bytes: int) -> None:
+    def __init__(self, host: bytes, capacity_bytes: int, num_tenants: int = 1) -> None:
         """Begin without a grant.
 
         Args:
             host: Identifies the host; 8 bytes.
-            capacity_bytes: The bound that is configured here.
+            capacity_bytes: The tenant's bound that is configured here.
+            num_tenants: Number of tenants.
         """
         self.host = host
         self.capacity_bytes = capacity_bytes
+        self._most_stored = MOST_KEYS // 2 // num_tenants
         self.limit_bytes = self.declined = self.dropped = 0
         self._begun_bytes = self._written_bytes = self._wanted_bytes = self._number = 0
         self._stored: dict[OffloadKey, None] = {}
@@ -162,7 +183,10 @@ class Account:
     def admits(self, num_bytes: int) -> bool:
         """Return whether a block may be written now; if so, `ended` follows."""
         self._wanted_bytes += num_bytes
-        if self._begun_bytes + num_bytes > self.limit_bytes or len(self._stored) >= MOST_KEYS:
+        if (
+            self._begun_bytes + num_bytes > self.limit_bytes
+            or len(self._stored) >= self._most_stored
+        ):
             self.declined += 1
             return False
         self._begun_bytes += num_bytes
@@ -174,10 +198,10 @@ class Account:
             self._begun_bytes -= num_bytes
             return
         self._written_bytes += num_bytes
-        self._stored[key] = None  # beyond MOST_KEYS only by writes that were under way
+        self._stored[key] = None  # beyond the most only by writes that were under way
 
     def used(self, keys: Iterable[OffloadKey]) -> None:
-        """Record uses of blocks that may be stored."""
+        """Record uses of blocks, of any tenant, that may be stored."""
         for key in keys:
             self._used.pop(key, None)
             if len(self._used) < MOST_KEYS // 2:
@@ -189,9 +213,8 @@ class Account:
         """Return a report about all since the last one for which `sent` was called."""
         self._number += 1
         numbers = self._written_bytes, self.limit_bytes, self._wanted_bytes, self._number
-        stored = tuple(islice(self._stored, MOST_KEYS))
-        used = tuple(islice(self._used, MOST_KEYS - len(stored)))
-        return Record(self.host, self.capacity_bytes, *numbers, stored, used)
+        stored = tuple(islice(self._stored, self._most_stored))
+        return Record(self.host, self.capacity_bytes, *numbers, stored, tuple(self._used))
 
     def sent(self, record: Record) -> None:
         """Leave what a report says out of the next one."""
@@ -210,7 +233,7 @@ class Listed(NamedTuple):
 
 
 class UseTable:
-    """The blocks of a namespace in the order of their last use, at most `MOST_BLOCKS`.
+    """The blocks of a tenant in the order of their last use, at most `MOST_BLOCKS`.
 
     It follows from the records, and from repeated scans: lists of all objects. A scan adds blocks
     that no record named, as the oldest, and removes those that others have deleted.
@@ -323,7 +346,7 @@ def allot(claims: Mapping[bytes, Claim], free_bytes: int, block_bytes: int) -> d
 
 
 class Leader:
-    """The decisions of the leader. Not thread-safe.
+    """The decisions of the leader about one tenant. Not thread-safe.
 
     Attributes:
         table: Last uses.
@@ -344,12 +367,8 @@ class Leader:
         """What each host wanted in its last record, or in the one before if that was more."""
 
     def take(self, record: Record) -> None:
-        """Take a host's next record."""
+        """Take a host's next record; the table learns of its blocks apart."""
         before = self._records.get(record.host) or Record(record.host, 1, 0, 0, 0, -1)
-        for key in record.used:
-            self.table.use(key, 0)
-        for key in record.stored:
-            self.table.use(key, self._size_of(key))
         if record.number > before.number:
             self._wanted[record.host] = max(before.wanted_bytes, record.wanted_bytes)
             self._records[record.host] = record

@@ -12,6 +12,7 @@ from kvoffload_async.tiers.object.quota import (
     MOST_KEY_BYTES,
     MOST_KEYS,
     MOST_RECORD_BYTES,
+    MOST_TENANTS,
     Account,
     Claim,
     Leader,
@@ -21,6 +22,8 @@ from kvoffload_async.tiers.object.quota import (
     Word,
     allot,
     fresh_hosts,
+    joined,
+    split,
 )
 from kvoffload_async.types import make_offload_key
 
@@ -50,11 +53,30 @@ def test_a_word_is_read_as_it_was_written(word):
 
 def test_the_longest_record_and_word_are_within_the_bytes_that_are_read():
     names = [n.to_bytes(2, "big") * (MOST_KEY_BYTES // 2) for n in range(MOST_KEYS)]
-    longest = Record(b"h" * 8, 1, 2, 3, 4, 5, names[:5000], names[5000:])
+    longest = Record(b"h" * 8, 1, 2, 3, 4, 5, names[: MOST_KEYS // 2], names[MOST_KEYS // 2 :])
     assert Record.parse(longest.encode()) == longest
+    parts = [
+        longest._replace(stored=names[n :: 2 * MOST_TENANTS], used=[]) for n in range(MOST_TENANTS)
+    ]
+    parts[0] = parts[0]._replace(used=names[MOST_KEYS // 2 :])
+    assert len(joined(parts)) <= MOST_RECORD_BYTES
+    assert [*map(Record.parse, split(joined(parts), MOST_TENANTS))] == parts
     word = Word(b"h" * 8, 1, 2, 3, 4, 5, {n.to_bytes(8, "big"): n for n in range(MOST_HOSTS)})
     assert Word.parse(word.encode()) == word
-    assert max(len(longest.encode()), len(word.encode())) <= MOST_RECORD_BYTES
+    assert max(len(joined([longest])), len(joined([word] * MOST_TENANTS))) <= MOST_RECORD_BYTES
+
+
+@given(st.lists(records, min_size=1, max_size=3), st.data())
+def test_an_object_is_split_into_the_records_of_all_tenants_or_not_at_all(tenants, data):
+    whole = joined(tenants)
+    assert [*map(Record.parse, split(whole, len(tenants)))] == tenants
+    assert split(whole, len(tenants) + 1) == []
+    assert split(whole, len(tenants) - 1) == []
+    assert split(whole + b"x", len(tenants)) == []
+    end = data.draw(st.integers(0, len(whole) - 1))
+    assert None in [*map(Record.parse, split(whole[:end], len(tenants))), *[None] * (end == 0)] or (
+        split(whole[:end], len(tenants)) == []
+    )
 
 
 @given(st.one_of(records, words), st.data())
@@ -140,15 +162,25 @@ def test_the_keys_of_a_record_are_bounded_and_what_has_no_room_is_counted(monkey
     account.limit_bytes = 100
     account.used(K[:10])
     assert account.dropped == 8
-    assert all(account.admits(10) for _ in range(5))
-    for key in K[10:15]:
+    assert all(account.admits(10) for _ in range(3))
+    for key in K[10:13]:
         account.ended(key, 10, is_written=True)
     assert not account.admits(10)
     record = account.record()
-    assert (record.stored, record.used) == (tuple(K[10:14]), ())
+    assert (record.stored, record.used) == (tuple(K[10:12]), tuple(K[:2]))
     account.sent(record)
     record = account.record()
-    assert (record.stored, record.used) == ((K[14],), tuple(K[:2]))
+    assert (record.stored, record.used) == ((K[12],), ())
+
+
+def test_tenants_share_the_keys_of_a_record(monkeypatch):
+    monkeypatch.setattr(quota, "MOST_KEYS", 8)
+    account = Account(b"h" * 8, 100, num_tenants=2)
+    account.limit_bytes = 100
+    for key in K[:2]:
+        assert account.admits(10)
+        account.ended(key, 10, is_written=True)
+    assert not account.admits(10)
 
 
 # -- last uses ----------------------------------------------------------------------------------
@@ -285,6 +317,8 @@ def leader_of(*taken, last=None):
     leader = Leader(last, lambda _key: 10)
     for record in taken:
         leader.take(record)
+        for key in record.stored:
+            leader.table.use(key, 10)
     return leader
 
 
