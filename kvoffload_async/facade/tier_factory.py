@@ -392,7 +392,11 @@ def with_quotas(
             if not bounds and any(quota is not None for quota in quotas.quota_bytes):
                 raise ConfigError(
                     "quota_bytes: the tier cannot keep tenants to their quotas; "
-                    + ("give it capacity_bytes" if can else "use fs or slab, or no quota_bytes")
+                    + (
+                        "give it capacity_bytes"
+                        if can
+                        else "use fs, slab or object, or no quota_bytes"
+                    )
                 )
             given.append({**tier, "quotas": quotas} if bounds else tier)
     return given

@@ -48,7 +48,9 @@ def test_only_tiers_that_divide_their_capacity_take_quotas(tmp_path):
     valkey = {"type": "valkey", "url": "redis://localhost"}
     assert with_quotas([slab], quotas) == [{**slab, "quotas": quotas}]
     check_tiers(with_quotas([{**slab, "model": "m"}], quotas))
+    bucket = {"type": "object", "url": "s3://bucket", "capacity_bytes": "64MiB"}
+    assert with_quotas([bucket], quotas) == [{**bucket, "quotas": quotas}]
     assert with_quotas([slab, fs, valkey], equal) == [{**slab, "quotas": equal}, fs, valkey]
-    for tier, remedy in (fs, "give it capacity_bytes"), (valkey, "use fs or slab"):
+    for tier, remedy in (fs, "give it capacity_bytes"), (valkey, "use fs, slab or object"):
         with pytest.raises(ConfigError, match=remedy):
             with_quotas([tier], quotas)

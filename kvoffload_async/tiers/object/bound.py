@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from kvoffload_async.error_log import LogRate
 from kvoffload_async.errors import TierError, drop_tracebacks
@@ -34,25 +34,29 @@ _SWEEP_PART: Final = 3 / 4
 """Part of a period after which a scan or a sweep pauses, so that the word is written in time."""
 _LEAVING_S: Final = 1.0
 _MOST_WARNINGS: Final = 8
+_Leaders = Sequence[quota.Leader]
+T = TypeVar("T")
 _Records = list[tuple[bytes, str, str]]
 """Host, name and version of records, the oldest first."""
-_NO_RECORD: Final = "objects among the records that this release does not know are ignored"
+_NO_RECORD: Final = "records of other releases, of other tenants or of strangers are ignored"
 
 
 class BucketBound:
     """Reports this host's writes and uses each period, and leads when it is elected. Thread: loop.
 
     Attributes:
-        account: What this host has written and may write.
+        accounts: What this host has written and may write, by tenant.
     """
 
     def __init__(
         self,
         store: ObjectClient,
         call: Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]],
+        list_: Callable[[Callable[[], Awaitable[Any]]], Awaitable[Any]],
         in_thread: Callable[[Callable[[], Any]], Awaitable[Any]],
         *,
-        capacity_bytes: int,
+        capacities: Sequence[int],
+        tenant_of: Callable[[OffloadKey], int],
         size_of: Callable[[OffloadKey], int],
         deleted: Callable[[Sequence[OffloadKey]], object],
         period_s: float,
@@ -62,23 +66,29 @@ class BucketBound:
         Args:
             store: Where blocks and records are.
             call: Runs a call of the store with a deadline; raises TierError.
+            list_: As `call`, for list requests.
             in_thread: Runs long computations.
-            capacity_bytes: The bound.
+            capacities: The bound of each tenant in bytes.
+            tenant_of: Returns the index of a block's tenant.
             size_of: Returns the bytes of a block's object.
             deleted: Called with blocks that this host has deleted, or found deleted.
             period_s: Seconds between two records.
         """
-        self.account = quota.Account(secrets.token_bytes(quota.HOST_BYTES), capacity_bytes)
+        self.host = secrets.token_bytes(quota.HOST_BYTES)
+        self.accounts = [quota.Account(self.host, c, len(capacities)) for c in capacities]
+        self._tenant_of = tenant_of
         self._store = store
         self._call = call
+        self._list = list_
         self._in_thread = in_thread
         self._size_of = size_of
         self._deleted = deleted
         self._period_s = period_s
-        self._word: quota.Word | None = None
+        self._words: Sequence[quota.Word] = ()
         self._heard_s = -math.inf
         """Loop time at which the word last changed."""
-        self._leader: quota.Leader | None = None
+        self._leaders: Sequence[quota.Leader] = ()
+        """By tenant; empty unless this host leads."""
         self._versions: dict[str, str] = {}
         """Name -> version of the records read."""
         self._until_s = 0.0
@@ -88,7 +98,7 @@ class BucketBound:
         self._gauges = dict.fromkeys(("bound_failures", "bound_deletions", "foreign_objects"), 0)
         self._warned: set[str] = set()
         self._rate = LogRate()
-        self._own = self.account.record()
+        self._own: Sequence[quota.Record] = ()
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, patience_s: float) -> None:
@@ -104,9 +114,9 @@ class BucketBound:
             return
         self._task.cancel()
         await asyncio.wait({self._task})
-        names = [f"{self.account.host.hex()}-{n}" for n in range(quota.RECORDS_A_HOST)]
-        names += [_WORD] * (self._leader is not None)
-        self._leader = None
+        names = [f"{self.host.hex()}-{n}" for n in range(quota.RECORDS_A_HOST)]
+        names += [_WORD] * bool(self._leaders)
+        self._leaders = ()
         try:
             async with asyncio.timeout(_LEAVING_S):
                 await self._call(partial(self._store.discard_records, names))
@@ -115,12 +125,17 @@ class BucketBound:
 
     def gauges(self) -> Mapping[str, float]:
         """Return the bytes used and allowed, and counters."""
-        word = self._word
+        words = self._words
+        used = [word.used_bytes for word in words]
+        by_tenant = {f"tenant_{n}_bytes": num for n, num in enumerate(used) if len(used) > 1}
+        bounds = [w.bound_bytes for w in words] or [a.capacity_bytes for a in self.accounts]
         return self._gauges | {
-            "used_bytes": 0 if word is None else word.used_bytes,
-            "capacity_bytes": self.account.capacity_bytes if word is None else word.bound_bytes,
-            "declined_blocks": self.account.declined,
-            "leads": self._leader is not None,
+            "used_bytes": sum(used),
+            "capacity_bytes": sum(bounds),
+            "declined_blocks": sum(account.declined for account in self.accounts),
+            "dropped_uses": self.accounts[0].dropped,
+            "leads": bool(self._leaders),
+            **by_tenant,
         }
 
     async def _run(self, first: asyncio.Future[None]) -> None:
@@ -131,22 +146,21 @@ class BucketBound:
                 self._until_s = began_s + _SWEEP_PART * self._period_s
                 await self._take_turn()
             except TierError as error:
-                drop_tracebacks(error)
                 self._failed(error)
             if not first.done():
                 first.set_result(None)
-            pause_s = self._period_s if self.account.limit_bytes else self._period_s / 4
+            pause_s = self._period_s if self.accounts[0].limit_bytes else self._period_s / 4
             await asyncio.sleep(max(self._period_s / 8, began_s + pause_s - loop.time()))
 
     async def _take_turn(self) -> None:
         await self._hear()
         await self._report()
         silence_s = asyncio.get_running_loop().time() - self._heard_s
-        if self._leader is None and silence_s < quota.FRESH_PERIODS * self._period_s:
+        if not self._leaders and silence_s < quota.FRESH_PERIODS * self._period_s:
             return
-        own, word_s, newest_s = self.account.host, -math.inf, dict[bytes, float]()
+        own, word_s, newest_s = self.host, -math.inf, dict[bytes, float]()
         records: _Records = []
-        listed = await self._call(self._store.list_records)
+        listed = await self._list(self._store.list_records)
         for name, modified_s, version in sorted(listed, key=lambda item: item[1]):
             if match := _NAME.fullmatch(name):
                 host = bytes.fromhex(match[1])
@@ -156,107 +170,167 @@ class BucketBound:
                 word_s = modified_s
             else:
                 self._warn_once(_NO_RECORD)
-        fresh, elected = quota.fresh_hosts(newest_s, word_s, self._period_s)
-        if self._leader is None and elected == own:
-            self._leader = quota.Leader(self._word, self._size_of)
+        now_s = newest_s.setdefault(own, max(newest_s.values(), default=0.0))
+        fresh, elected = quota.fresh_hosts(newest_s, word_s, now_s, self._period_s)
+        if not self._leaders and elected == own:
+            last: Sequence[quota.Word | None] = self._words or [None] * len(self.accounts)
+            self._leaders = [quota.Leader(word, self._size_of) for word in last]
             self._versions, self._cursor, self._passed_foreign = {}, None, 0
-        if self._leader is not None:
-            await self._lead(self._leader, fresh | {own}, records)
+        if self._leaders:
+            await self._lead(self._leaders, fresh | {own}, records)
 
     async def _hear(self) -> None:
         """Read the word of the leader, and obey it."""
         data = await self._call(partial(self._store.read_record, _WORD))
-        word = quota.Word.parse(data or b"")
-        if word is None:
+        words = self._parsed(quota.Word.parse, data)
+        if not words:
             self._heard_s = -math.inf
-            if data is not None:
-                self._warn_once(_NO_RECORD)
             return
-        was, self._word = self._word, word
-        if was is not None and (was.leader, was.number) != (word.leader, word.number):
+        was, self._words = self._words, words
+        if was and (was[0].leader, was[0].number) != (words[0].leader, words[0].number):
             self._heard_s = asyncio.get_running_loop().time()
-            if word.leader < self.account.host:
-                self._leader = None
-        if self._leader is None:
-            self._obey(word)
+            if words[0].leader < self.host:
+                self._leaders = ()
+        if not self._leaders:
+            self._obey(words)
 
-    def _obey(self, word: quota.Word) -> None:
-        self.account.limit_bytes = word.limits.get(self.account.host, self.account.limit_bytes)
-        if word.bound_bytes != word.largest_bytes:
+    def _parsed(self, parse: Callable[[bytes], T | None], data: bytes | None) -> list[T]:
+        """Return the record or word for each tenant; empty, after a warning, if any is unknown."""
+        parts = quota.split(data or b"", len(self.accounts))
+        found = [item for item in map(parse, parts) if item is not None]
+        if len(found) == len(self.accounts):
+            return found
+        if data is not None:
+            self._warn_once(_NO_RECORD)
+        return []
+
+    def _obey(self, words: Sequence[quota.Word]) -> None:
+        for account, word in zip(self.accounts, words, strict=True):
+            account.limit_bytes = word.limits.get(self.host, account.limit_bytes)
+        least, largest = (
+            sum(word.bound_bytes for word in words),
+            sum(word.largest_bytes for word in words),
+        )
+        if least != largest:
             self._warn_once(
-                f"hosts have different bounds, from {word.bound_bytes} to {word.largest_bytes} "
+                f"hosts have different bounds, from {least} to {largest} "
                 "bytes; the smallest holds: give all the same"
             )
 
     async def _report(self) -> None:
-        record = self.account.record()
-        name = f"{record.host.hex()}-{record.number % quota.RECORDS_A_HOST}"
-        await self._call(partial(self._store.write_record, name, record.encode()))
-        self.account.sent(record)
-        self._own = record
+        records = [account.record() for account in self.accounts]
+        name = f"{self.host.hex()}-{records[0].number % quota.RECORDS_A_HOST}"
+        await self._call(partial(self._store.write_record, name, quota.joined(records)))
+        for account, record in zip(self.accounts, records, strict=True):
+            account.sent(record)
+        self._own = records
 
-    async def _lead(self, leader: quota.Leader, fresh: set[bytes], records: _Records) -> None:
-        leader.take(self._own)
+    async def _lead(self, leaders: _Leaders, fresh: set[bytes], records: _Records) -> None:
+        self._take(leaders, self._own)
         self._versions = {name: self._versions.get(name, "") for _, name, _ in records}
-        others = fresh - {self.account.host}
+        others = fresh - {self.host}
         new = [(n, v) for host, n, v in records if host in others and self._versions[n] != v]
         for first in range(0, len(new), AT_ONCE):
-            await self._read(leader, new[first : first + AT_ONCE])
-        leader.keep(fresh)
-        await self._scan(leader)
-        await self._sweep(leader)
-        self._word = leader.word(self.account.host)
-        await self._call(partial(self._store.write_record, _WORD, self._word.encode()))
-        self._obey(self._word)
+            await self._read(leaders, dict(new[first : first + AT_ONCE]))
+        for leader in leaders:
+            leader.keep(fresh)
+        if is_new := not leaders[0].table.is_complete:
+            await self._scan(leaders)
+        await self._sweep(leaders)
+        self._words = [leader.word(self.host) for leader in leaders]
+        await self._call(partial(self._store.write_record, _WORD, quota.joined(self._words)))
+        self._obey(self._words)
         if dead := [name for host, name, _ in records if host not in fresh][:AT_ONCE]:
             await self._call(partial(self._store.discard_records, dead))
+        if not is_new:  # last, as it may take longest
+            await self._scan(leaders)
 
-    async def _read(self, leader: quota.Leader, names: Sequence[tuple[str, str]]) -> None:
+    def _take(self, leaders: _Leaders, records: Sequence[quota.Record]) -> None:
+        for leader, record in zip(leaders, records, strict=True):
+            leader.take(record)
+            for key in record.used:
+                leaders[self._tenant_of(key)].table.use(key, 0)
+            for key in record.stored:
+                leaders[self._tenant_of(key)].table.use(key, self._size_of(key))
+
+    async def _read(self, leaders: _Leaders, names: Mapping[str, str]) -> None:
         found: dict[str, bytes | None] = {}
 
         async def read(name: str) -> None:
-            found[name] = await self._call(partial(self._store.read_record, name))
+            try:
+                found[name] = await self._call(partial(self._store.read_record, name))
+            except TierError as error:
+                self._failed(error)
 
-        await run_together((read(name) for name, _ in names), "object:record")
-        for name, version in names:
-            self._versions[name] = version
-            record = quota.Record.parse(found[name] or b"")
-            if record is not None and name.startswith(record.host.hex()):
-                leader.take(record)
-            elif found[name] is not None:
-                self._warn_once(_NO_RECORD)
+        def take() -> None:
+            for name in [name for name in names if name in found]:
+                self._versions[name] = names[name]
+                parse = partial(quota.Record.parse, least_bytes=leaders[0].block_bytes)
+                if records := self._parsed(parse, found[name]):
+                    if {record.host.hex() for record in records} == {name.partition("-")[0]}:
+                        self._take(leaders, records)
+                    else:
+                        self._warn_once(_NO_RECORD)
 
-    async def _scan(self, leader: quota.Leader) -> None:
+        await run_together(map(read, names), "object:record")
+        await self._in_thread(take)
+
+    async def _scan(self, leaders: _Leaders) -> None:
         """List further objects: a page, or for a new leader as many as the time allows."""
-        table, loop = leader.table, asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
         while True:
             page = partial(self._store.list_blocks, self._cursor, _PAGE_BLOCKS)
-            blocks, num_foreign, self._cursor = await self._call(page)
-            table.listed(blocks)
+            blocks, num_foreign, self._cursor = await self._list(page)
+            for block in blocks:
+                leaders[self._tenant_of(block.key)].table.listed([block])
             self._passed_foreign += num_foreign
             if self._cursor is None:
-                self._deleted(await self._in_thread(table.end_scan))
+                for leader in leaders:
+                    self._deleted(await self._in_thread(leader.table.end_scan))
                 self._gauges["foreign_objects"], self._passed_foreign = self._passed_foreign, 0
                 return
-            if table.is_complete or loop.time() >= self._until_s:
+            if leaders[0].table.is_complete or loop.time() >= self._until_s:
                 return
 
-    async def _sweep(self, leader: quota.Leader) -> None:
-        """Delete the blocks that were not used for longest, as many as the time allows."""
-        table, loop = leader.table, asyncio.get_running_loop()
-        while table.is_complete and (
-            planned := [*islice(table.oldest(leader.target_bytes), _PLANNED_BLOCKS)]
-        ):
-            for first in range(0, len(planned), AT_ONCE):
-                if loop.time() >= self._until_s:
-                    return
-                keys = planned[first : first + AT_ONCE]
-                await self._call(partial(self._store.remove, keys))
-                table.deleted(keys)
-                self._gauges["bound_deletions"] += len(keys)
-                self._deleted(keys)
+    async def _sweep(self, leaders: _Leaders) -> None:
+        """Delete each tenant's blocks that were not used for longest, as the time allows."""
+        now_s = asyncio.get_running_loop().time
+        end_s = max(self._until_s, now_s() + self._period_s / 4)
+        for number, leader in enumerate(leaders):
+            until_s = now_s() + (end_s - now_s()) / (len(leaders) - number)
+            is_over = not leader.table.is_complete
+            while not is_over:
+                planned = [*islice(leader.table.oldest(leader.target_bytes), _PLANNED_BLOCKS)]
+                is_over = not planned
+                for first in range(0, len(planned), AT_ONCE):
+                    keys = planned[first : first + AT_ONCE]
+                    if now_s() >= until_s or not await self._delete(leader.table, keys):
+                        is_over = True
+                        break
+
+    async def _delete(self, table: quota.UseTable, keys: Sequence[OffloadKey]) -> bool:
+        """Delete blocks; return whether any was deleted. The others are tried again last."""
+        gone: list[OffloadKey] = []
+
+        async def delete(key: OffloadKey) -> None:
+            table.use(key, 0)
+            try:
+                await self._call(partial(self._store.remove, [key]))
+            except TierError as error:
+                self._failed(error)
+            else:
+                gone.append(key)
+
+        try:
+            await run_together(map(delete, keys), "object:delete")
+        finally:
+            table.deleted(gone)
+            self._gauges["bound_deletions"] += len(gone)
+            self._deleted(gone)
+        return bool(gone)
 
     def _failed(self, error: Exception) -> None:
+        drop_tracebacks(error)
         self._gauges["bound_failures"] += 1
         more = self._rate.note(asyncio.get_running_loop().time())
         if more is not None:

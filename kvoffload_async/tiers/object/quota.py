@@ -1,13 +1,14 @@
 """The bound that the hosts of a namespace keep together: records, last uses and grants; no I/O.
 
-Each host writes a *record* per period: the bytes that it has written, and the blocks that it has
-stored or used. One host, the *leader*, reads the records, deletes the blocks that were not used for
-longest, and writes the *word*: for each host the total of bytes up to which it may write. A total
-is absolute, so a host that reads it late or twice writes no more. A host without a word spends what
-it was granted, and then declines to store.
+Each host writes a *record* per period: the bytes that it has written, the blocks that it has
+stored, and those that it has used, whether they are stored or not. One host, the *leader*, reads
+the records, deletes the blocks that were not used for longest, and writes the *word*: for each host
+the total of bytes up to which it may write. A total is absolute, so a host that reads it late or
+twice writes no more. A host without a word spends what it was granted, and then declines to store.
 
 The leader keeps the sum of the bytes used and of all bytes granted but not yet reported within the
-bound. All integers are little-endian.
+bound. Each tenant has a bound of its own, so an object holds a record or word for each tenant, in
+their order, behind its length in 4 bytes. All integers are little-endian.
 
 | bytes | record | word |
 |---|---|---|
@@ -18,16 +19,17 @@ bound. All integers are little-endian.
 | 8 | bytes that it has written | the bound |
 | 8 | bytes up to which it may write | the largest bound of a host |
 | 8 | bytes that it wanted to write since the last record | number of the word |
-| 8 | number of the record | zeros |
-| 4 | number of keys | number of hosts |
+| 8 | number of the record | bytes used, and those that hosts may still write |
+| 2, 2 | number of stored blocks, of used ones | number of hosts; zeros |
 | each | 2 bytes: length, and the key | 8 bytes: host, 8 bytes: its total |
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
+from operator import attrgetter
 from typing import Any, Final, NamedTuple, Self
 
 from kvoffload_async.tables.keymap import LEAST_KEY_BYTES
@@ -37,20 +39,23 @@ VERSION: Final = 1
 HOST_BYTES: Final = 8
 MOST_HOSTS: Final = 1024
 MOST_BLOCKS: Final = 1 << 22
-"""Maximum blocks within a bound: the leader holds about 200 bytes for each."""
+"""Maximum blocks within a bound: the leader holds about 300 bytes for each."""
 MOST_KEYS: Final = 1 << 13
-"""Maximum keys of a record; half of them may be of blocks that were only used."""
+"""Maximum keys of a host's records: half are stored blocks, and half were used."""
 MOST_KEY_BYTES: Final = 120
 MOST_RECORD_BYTES: Final = 1 << 20
+SHORTEST_KEY: Final = OffloadKey(bytes(LEAST_KEY_BYTES))
 RECORDS_A_HOST: Final = 4
 """Records that exist of a host: each replaces the fourth before, which the leader has read."""
 MOST_RECORDS: Final = RECORDS_A_HOST * MOST_HOSTS
+MOST_TENANTS: Final = 32
+"""Maximum tenants with bounds of their own; a word names each host for each of them."""
 FRESH_PERIODS: Final = 3
 """Age in periods up to which a record shows that its host is alive, and a word its leader."""
 
 _RECORD: Final = b"KVOR"
 _WORD: Final = b"KVOW"
-_HEAD: Final = struct.Struct("<4sHH8s5QI")
+_HEAD: Final = struct.Struct("<4sHH8s5QHH")
 _LENGTH: Final = struct.Struct("<H")
 _LIMIT: Final = struct.Struct("<8sQ")
 _MOST_BYTES: Final = (1 << 64) - 1
@@ -70,16 +75,18 @@ class Record(NamedTuple):
     limit_bytes: int
     wanted_bytes: int
     number: int
-    keys: tuple[OffloadKey, ...] = ()
+    stored: Sequence[OffloadKey] = ()
+    used: Sequence[OffloadKey] = ()
 
     def encode(self) -> bytes:
         """Return the record as bytes."""
-        head = _HEAD.pack(_RECORD, VERSION, 0, *self[:-1], len(self.keys))
-        return head + b"".join(_LENGTH.pack(len(key)) + key for key in self.keys)
+        head = _HEAD.pack(_RECORD, VERSION, 0, *self[:-2], len(self.stored), len(self.used))
+        keys = (*self.stored, *self.used)
+        return head + b"".join(_LENGTH.pack(len(key)) + key for key in keys)
 
     @classmethod
-    def parse(cls, data: bytes) -> Self | None:
-        """Return the record; None if it is invalid or of another version."""
+    def parse(cls, data: bytes, least_bytes: int = 1) -> Self | None:
+        """Return the record; None if it is of another version, invalid, or of a smaller bound."""
         if (head := _head_of(data, _RECORD)) is None:
             return None
         keys: list[OffloadKey] = []
@@ -90,9 +97,10 @@ class Record(NamedTuple):
             if not LEAST_KEY_BYTES <= length <= MOST_KEY_BYTES:
                 return None
             keys.append(OffloadKey(data[at - length : at]))
-        *fields, count = head
-        record = cls._make((*fields, tuple(keys)))
-        return record if (at, len(keys)) == (len(data), count) and record.capacity_bytes else None
+        *fields, num_stored, num_used = head
+        if (at, len(keys)) != (len(data), num_stored + num_used) or fields[1] < least_bytes:
+            return None
+        return cls._make((*fields, keys[:num_stored], keys[num_stored:]))
 
 
 class Word(NamedTuple):
@@ -103,20 +111,39 @@ class Word(NamedTuple):
     bound_bytes: int
     largest_bytes: int
     number: int
+    committed_bytes: int
     limits: Mapping[bytes, int]
 
     def encode(self) -> bytes:
         """Return the word as bytes."""
-        head = _HEAD.pack(_WORD, VERSION, 0, *self[:-1], 0, len(self.limits))
+        head = _HEAD.pack(_WORD, VERSION, 0, *self[:-1], len(self.limits), 0)
         return head + b"".join(_LIMIT.pack(*item) for item in self.limits.items())
 
     @classmethod
     def parse(cls, data: bytes) -> Self | None:
         """Return the word; None if it is invalid or of another version."""
         head = _head_of(data, _WORD)
-        if head is None or len(data) != _HEAD.size + min(head[-1], MOST_HOSTS) * _LIMIT.size:
+        if head is None or head[-1] or head[-2] > MOST_HOSTS:
             return None
-        return cls._make((*head[:5], dict(_LIMIT.iter_unpack(data[_HEAD.size :]))))
+        if len(data) != _HEAD.size + head[-2] * _LIMIT.size:
+            return None
+        return cls._make((*head[:-2], dict(_LIMIT.iter_unpack(data[_HEAD.size :]))))
+
+
+def joined(items: Iterable[Record] | Iterable[Word]) -> bytes:
+    """Return the bytes of an object with a record or word for each tenant."""
+    parts = [item.encode() for item in items]
+    return b"".join(len(part).to_bytes(4, "little") + part for part in parts)
+
+
+def split(data: bytes, count: int) -> list[bytes]:
+    """Return the records or words of an object; empty unless there are `count`."""
+    parts: list[bytes] = []
+    while data and len(parts) < count:
+        end = 4 + int.from_bytes(data[:4], "little")
+        parts.append(data[4:end])
+        data = data[end:]
+    return parts if len(parts) == count and not data else []
 
 
 def _head_of(data: bytes, magic: bytes) -> tuple[Any, ...] | None:
@@ -127,63 +154,74 @@ def _head_of(data: bytes, magic: bytes) -> tuple[Any, ...] | None:
 
 
 class Account:
-    """What one host has written and may write.
+    """What one host has written of a tenant, and may write.
 
     Not thread-safe.
 
     Attributes:
         limit_bytes: Total of bytes up to which it may write.
         declined: Number of blocks that it declined to store.
+        dropped: Number of uses that it could not report.
     """
 
-    def __init__(self, host: bytes, capacity_bytes: int) -> None:
+    def __init__(self, host: bytes, capacity_bytes: int, num_tenants: int = 1) -> None:
         """Begin without a grant.
 
         Args:
             host: Identifies the host; 8 bytes.
-            capacity_bytes: The bound that is configured here.
+            capacity_bytes: The tenant's bound that is configured here.
+            num_tenants: Number of tenants.
         """
         self.host = host
         self.capacity_bytes = capacity_bytes
-        self.limit_bytes = self.declined = 0
+        self._most_stored = MOST_KEYS // 2 // num_tenants
+        self.limit_bytes = self.declined = self.dropped = 0
         self._begun_bytes = self._written_bytes = self._wanted_bytes = self._number = 0
-        self._keys: dict[OffloadKey, None] = {}
+        self._stored: dict[OffloadKey, None] = {}
+        self._used: dict[OffloadKey, None] = {}
 
     def admits(self, num_bytes: int) -> bool:
         """Return whether a block may be written now; if so, `ended` follows."""
         self._wanted_bytes += num_bytes
-        if self._begun_bytes + num_bytes > self.limit_bytes or len(self._keys) >= MOST_KEYS:
+        if (
+            self._begun_bytes + num_bytes > self.limit_bytes
+            or len(self._stored) >= self._most_stored
+        ):
             self.declined += 1
             return False
         self._begun_bytes += num_bytes
         return True
 
     def ended(self, key: OffloadKey, num_bytes: int, *, is_written: bool) -> None:
-        """Record the end of an admitted write."""
+        """Record the end of an admitted write; one that may have succeeded counts as written."""
         if not is_written:
             self._begun_bytes -= num_bytes
             return
         self._written_bytes += num_bytes
-        self._keys[key] = None  # beyond MOST_KEYS only by writes that were under way
+        self._stored[key] = None  # beyond the most only by writes that were under way
 
     def used(self, keys: Iterable[OffloadKey]) -> None:
-        """Record uses; those beyond half of a record are dropped."""
-        for key in islice(keys, max(0, MOST_KEYS // 2 - len(self._keys))):
-            self._keys.pop(key, None)
-            self._keys[key] = None
+        """Record uses of blocks, of any tenant, that may be stored."""
+        for key in keys:
+            self._used.pop(key, None)
+            if len(self._used) < MOST_KEYS // 2:
+                self._used[key] = None
+            else:
+                self.dropped += 1
 
     def record(self) -> Record:
         """Return a report about all since the last one for which `sent` was called."""
         self._number += 1
         numbers = self._written_bytes, self.limit_bytes, self._wanted_bytes, self._number
-        keys = tuple(islice(self._keys, MOST_KEYS))
-        return Record(self.host, self.capacity_bytes, *numbers, keys)
+        stored = tuple(islice(self._stored, self._most_stored))
+        return Record(self.host, self.capacity_bytes, *numbers, stored, tuple(self._used))
 
     def sent(self, record: Record) -> None:
         """Leave what a report says out of the next one."""
         self._wanted_bytes -= record.wanted_bytes
-        for key in record.keys:
-            self._keys.pop(key, None)
+        for reported, keys in (self._stored, record.stored), (self._used, record.used):
+            for key in keys:
+                reported.pop(key, None)
 
 
 class Listed(NamedTuple):
@@ -195,7 +233,7 @@ class Listed(NamedTuple):
 
 
 class UseTable:
-    """The blocks of a namespace in the order of their last use, at most `MOST_BLOCKS`.
+    """The blocks of a tenant in the order of their last use, at most `MOST_BLOCKS`.
 
     It follows from the records, and from repeated scans: lists of all objects. A scan adds blocks
     that no record named, as the oldest, and removes those that others have deleted.
@@ -209,40 +247,54 @@ class UseTable:
         """Create an empty table."""
         self.used_bytes = 0
         self.is_complete = False
+        self._found: dict[OffloadKey, Listed] = {}
+        """Blocks that only scans have found, after a scan in the order of their times."""
         self._sizes: dict[OffloadKey, int] = {}
-        self._listed: list[Listed] = []
-        self._changed: set[OffloadKey] = set()
-        """Blocks used or deleted since the scan began: about them the table knows better."""
+        """Blocks that records named; 0: used, but not found yet."""
+        self._seen: set[OffloadKey] = set()
+        """Blocks listed or stored since the scan began."""
 
     def use(self, key: OffloadKey, num_bytes: int) -> None:
-        """Record a use of a block, which has this size unless its size is known."""
-        if key in self._sizes or len(self._sizes) < MOST_BLOCKS:
-            size = self._sizes.pop(key, 0)
-            self.used_bytes += 0 if size else num_bytes
-            self._sizes[key] = size or num_bytes
-            self._changed.add(key)
+        """Record that a block of this size was stored; 0: was used, if it is stored at all."""
+        found = self._found.pop(key, None)
+        size = self._sizes.pop(key, 0) if found is None else found.num_bytes
+        if not size:
+            if (self.is_complete and not num_bytes) or self._is_full():
+                return
+            size = num_bytes
+            self.used_bytes += num_bytes
+        self._sizes[key] = size
+        if num_bytes:
+            self._seen.add(key)
 
     def listed(self, blocks: Iterable[Listed]) -> None:
-        """Take a part of a scan."""
-        self._listed += islice(blocks, max(0, MOST_BLOCKS - len(self._listed)))
+        """Take a part of a scan, before any block of it is deleted."""
+        for block in blocks:
+            known = self._found.get(block.key)
+            if block.key in self._sizes:
+                self.used_bytes -= self._sizes[block.key]
+                self._sizes[block.key] = block.num_bytes
+            elif known is None and self._is_full():
+                continue
+            else:
+                self.used_bytes -= 0 if known is None else known.num_bytes
+                self._found[block.key] = block
+            self.used_bytes += block.num_bytes
+            self._seen.add(block.key)
 
     def end_scan(self) -> list[OffloadKey]:
-        """Apply a scan, and begin the next one; return the blocks that others have deleted."""
-        listed = sorted(self._listed, key=lambda block: block.modified_s)
-        present = {block.key: block.num_bytes for block in listed if block.key not in self._changed}
-        kept = self._changed | present.keys()
-        known = {k: present.get(k, size) for k, size in self._sizes.items() if k in kept}
-        gone = [key for key in self._sizes if key not in known]
-        merged = {key: size for key, size in present.items() if key not in known} | known
-        self._sizes = dict(islice(merged.items(), max(0, len(merged) - MOST_BLOCKS), None))
-        self.used_bytes = sum(self._sizes.values())
-        self._listed, self._changed, self.is_complete = [], set(), True
+        """Begin the next scan; return the blocks that this one has not found."""
+        gone = [key for key in (*self._found, *self._sizes) if key not in self._seen]
+        self.deleted(gone)
+        self._found = {block.key: block for block in sorted(self._found.values(), key=_time_of)}
+        self._seen, self.is_complete = set(), True
         return gone
 
     def oldest(self, target_bytes: int) -> Iterator[OffloadKey]:
         """Return the blocks to delete, oldest use first, until at most `target_bytes` are used."""
         left = self.used_bytes - target_bytes
-        for key, size in self._sizes.items():
+        found = ((key, block.num_bytes) for key, block in self._found.items())
+        for key, size in chain(found, self._sizes.items()):
             if left <= 0:
                 return
             left -= size
@@ -251,8 +303,15 @@ class UseTable:
     def deleted(self, keys: Iterable[OffloadKey]) -> None:
         """Record that blocks were deleted."""
         for key in keys:
-            self.used_bytes -= self._sizes.pop(key, 0)
-            self._changed.add(key)
+            found = self._found.pop(key, None)
+            self.used_bytes -= self._sizes.pop(key, 0) if found is None else found.num_bytes
+            self._seen.discard(key)
+
+    def _is_full(self) -> bool:
+        return len(self._found) + len(self._sizes) >= MOST_BLOCKS
+
+
+_time_of = attrgetter("modified_s")
 
 
 class Claim(NamedTuple):
@@ -287,7 +346,7 @@ def allot(claims: Mapping[bytes, Claim], free_bytes: int, block_bytes: int) -> d
 
 
 class Leader:
-    """The decisions of the leader. Not thread-safe.
+    """The decisions of the leader about one tenant. Not thread-safe.
 
     Attributes:
         table: Last uses.
@@ -308,65 +367,70 @@ class Leader:
         """What each host wanted in its last record, or in the one before if that was more."""
 
     def take(self, record: Record) -> None:
-        """Take a host's next record."""
+        """Take a host's next record; the table learns of its blocks apart."""
         before = self._records.get(record.host) or Record(record.host, 1, 0, 0, 0, -1)
-        for key in record.keys:
-            self.table.use(key, self._size_of(key))
         if record.number > before.number:
             self._wanted[record.host] = max(before.wanted_bytes, record.wanted_bytes)
             self._records[record.host] = record
 
-    def keep(self, hosts: Iterable[bytes]) -> None:
+    def keep(self, hosts: Container[bytes]) -> None:
         """Forget all hosts but these."""
-        alive = frozenset(hosts)
-        self._records = {host: r for host, r in self._records.items() if host in alive}
+        for host in [host for host in self._records if host not in hosts]:
+            del self._records[host], self._wanted[host]
 
     @property
     def target_bytes(self) -> int:
         """Bytes down to which blocks are deleted, so that hosts can write until the next time."""
-        wanted = sum(_AHEAD * self._wanted[host] + self._block_bytes for host in self._records)
+        wanted = sum(_AHEAD * self._wanted[host] + self.block_bytes for host in self._records)
         bound = min(record.capacity_bytes for record in self._records.values())
-        most = max(int(_MOST_AHEAD * bound), self._block_bytes * len(self._records))
+        most = max(int(_MOST_AHEAD * bound), self.block_bytes * len(self._records))
         return max(0, bound - min(max(wanted, int(_LEAST_AHEAD * bound)), most))
 
     def word(self, host: bytes) -> Word:
         """Return the next word of this leader.
 
-        Until a scan has ended, the bytes used are those of the last word.
+        Until a scan has ended, all that hosts might have written by the last word counts as used,
+        unless their records say that it is not.
         """
         bounds = [record.capacity_bytes for record in self._records.values()]
-        last = self._last or Word(host, min(bounds), 0, 0, 0, {})
-        used = min(self.table.used_bytes, _MOST_BYTES)
-        if not self.table.is_complete:
-            used = max(used, last.used_bytes)
+        before = {} if self._last is None else self._last.limits
         claims = {
             h: Claim(r.written_bytes, max(0, limit - r.written_bytes), self._wanted[h])
             for h, r in self._records.items()
-            for limit in (max(r.limit_bytes, last.limits.get(h, 0)),)
+            for limit in (max(r.limit_bytes, before.get(h, 0)),)
         }
-        limits = allot(claims, min(bounds) - used, self._block_bytes)
-        number = (last.number + 1) & _MOST_BYTES
-        self._last = Word(host, used, min(bounds), max(bounds), number, limits)
-        return self._last
+        used, open_bytes = self.table.used_bytes, sum(claim.open_bytes for claim in claims.values())
+        if not self.table.is_complete:
+            last = self._last
+            used = max(used, min(bounds) if last is None else last.committed_bytes - open_bytes)
+        limits = allot(claims, min(bounds) - used, self.block_bytes)
+        open_bytes = sum(max(c.open_bytes, limits[h] - c.written_bytes) for h, c in claims.items())
+        number = 0 if self._last is None else self._last.number
+        figures = used, min(bounds), max(bounds), (number + 1) & _MOST_BYTES, used + open_bytes
+        word = Word._make((host, *(min(figure, _MOST_BYTES) for figure in figures), limits))
+        self._last = word
+        return word
 
     @property
-    def _block_bytes(self) -> int:
-        return self._size_of(OffloadKey(bytes(LEAST_KEY_BYTES)))
+    def block_bytes(self) -> int:
+        """Bytes of a block's object, at least."""
+        return self._size_of(SHORTEST_KEY)
 
 
 def fresh_hosts(
-    modified_s: Mapping[bytes, float], word_s: float, period_s: float
+    modified_s: Mapping[bytes, float], word_s: float, now_s: float, period_s: float
 ) -> tuple[set[bytes], bytes | None]:
     """Return the hosts that are alive, and the one of them to lead now; None: there is a leader.
 
-    Their records are about as young as the newest one; at most `MOST_HOSTS`, the youngest.
+    At most `MOST_HOSTS` are, the youngest. Times of the future are as wrong as those long past.
 
     Args:
         modified_s: Host -> time of its newest record, by the store's clock.
         word_s: Time of the word, or -inf.
+        now_s: Time of a record that was just written.
         period_s: Seconds between the records of a host.
     """
-    since_s = max(modified_s.values(), default=0.0) - FRESH_PERIODS * period_s
-    hosts = sorted(modified_s, key=lambda host: -modified_s[host])[:MOST_HOSTS]
-    fresh = {host for host in hosts if modified_s[host] >= since_s}
-    return fresh, None if word_s >= since_s else min(fresh, default=None)
+    most_s = FRESH_PERIODS * period_s
+    hosts = sorted(modified_s, key=lambda host: abs(now_s - modified_s[host]))[:MOST_HOSTS]
+    fresh = {host for host in hosts if abs(now_s - modified_s[host]) <= most_s}
+    return fresh, None if abs(now_s - word_s) <= most_s else min(fresh, default=None)

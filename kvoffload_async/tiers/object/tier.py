@@ -14,6 +14,7 @@ from kvoffload_async.abc.maintenance import StoreMaintenance
 from kvoffload_async.abc.tier import Direction, KVIdentity, TierEnvironment, TierLocation
 from kvoffload_async.config import (
     at_least,
+    instance_of,
     is_encodable,
     is_secret,
     option,
@@ -27,15 +28,17 @@ from kvoffload_async.config import (
 from kvoffload_async.errors import (
     ConfigError,
     CorruptBlockError,
+    SlowDownError,
     TierError,
     TierFullError,
     TierTimeoutError,
     Trouble,
 )
+from kvoffload_async.policies.tenants import TenantQuotas
 from kvoffload_async.tiers.object.bound import BucketBound
 from kvoffload_async.tiers.object.endpoints import variables_of
-from kvoffload_async.tiers.object.quota import MOST_BLOCKS
-from kvoffload_async.tiers.remote.client import RemoteClient
+from kvoffload_async.tiers.object.quota import MOST_BLOCKS, MOST_TENANTS, SHORTEST_KEY
+from kvoffload_async.tiers.remote.client import RefusedError, RemoteClient
 from kvoffload_async.tiers.remote.lookups import Lookups
 from kvoffload_async.tiers.remote.settings import (
     MAX_CONNECTIONS,
@@ -136,6 +139,8 @@ class ObjectOptions(RemoteSettings):
     """Maximum bytes of the blocks of this layout in the bucket, such as "2TiB"; the hosts delete
     the blocks that were not used for longest. Give all hosts the same, or the smallest holds. None:
     the tier deletes nothing."""
+    quotas: TenantQuotas | None = option(or_none(instance_of(TenantQuotas)), None, is_internal=True)
+    """The tenants' quotas; None: no tenants."""
     connections: int = option(at_least(1, MAX_CONNECTIONS), 256)
     """Maximum number of concurrent calls with payload, in each direction; each has one block.
     Connections are opened when needed."""
@@ -145,13 +150,17 @@ class ObjectOptions(RemoteSettings):
         settings = super().of(options, identity)
         given = [settings.store_options or {}, *map(variables_of, ("s3:", "gs:", "az:"))]
         secrets = [secret for some in given for secret in _secrets(some)]
-        settings.check_capacity(identity.block_bytes)
+        settings.capacities(identity.block_bytes)
         return replace(settings, redact=Redactor(secrets))
 
-    def check_capacity(self, object_bytes: int) -> None:
-        """Check that an object fits, and that its bytes, if known, are not too few to count all."""
+    def capacities(self, object_bytes: int) -> list[int]:
+        """Return the bound of each tenant in bytes, given the bytes of an object; 0: unknown.
+
+        Raises:
+            ConfigError: A bound has no room for an object, or for more than can be counted.
+        """
         if not self.capacity_bytes or not object_bytes:
-            return
+            return []
         num_blocks = self.capacity_bytes // object_bytes
         if not 0 < num_blocks <= MOST_BLOCKS:
             raise ConfigError(
@@ -159,6 +168,19 @@ class ObjectOptions(RemoteSettings):
                 f"{object_bytes} bytes; give room for 1 to {MOST_BLOCKS} blocks, or change their "
                 "size with blocks_per_chunk"
             )
+        if self.quotas is None:
+            return [self.capacity_bytes]
+        if len(self.quotas.quota_bytes) > MOST_TENANTS:
+            raise ConfigError(
+                f"tenants: there are {len(self.quotas.quota_bytes)}; a tier object with "
+                f"capacity_bytes takes at most {MOST_TENANTS}: omit its capacity_bytes"
+            )
+        parts = self.quotas.blocks(num_blocks, object_bytes, "capacity_bytes")
+        return [num * object_bytes for num in parts]
+
+    def tenant_of(self, key: OffloadKey) -> int:
+        """Return the index of a key's tenant; 0 without tenants."""
+        return 0 if self.quotas is None else self.quotas.tenant_of(key)
 
     def locations(self, identity: KVIdentity) -> list[TierLocation]:
         if self.url.startswith("file:"):  # opening it creates its directory
@@ -303,7 +325,6 @@ class ObjectTier(RemoteTier):
         settings = self._settings
         if settings.capacity_bytes is None:
             return
-        settings.check_capacity(self._envelopes.block_bytes)
 
         def deleted(keys: Sequence[OffloadKey]) -> None:
             self._questions.deleted(keys)
@@ -311,9 +332,11 @@ class ObjectTier(RemoteTier):
 
         self._bound = BucketBound(
             self._client,
+            lambda call: self._calls.run(call, self._deadline(settings.call_timeout_s)),
             self._run_long,
             partial(env.io.run, Direction.METADATA),
-            capacity_bytes=settings.capacity_bytes,
+            capacities=settings.capacities(self._envelopes.value_bytes(SHORTEST_KEY)),
+            tenant_of=settings.tenant_of,
             size_of=self._envelopes.value_bytes,
             deleted=deleted,
             period_s=self.period_s,
@@ -324,7 +347,7 @@ class ObjectTier(RemoteTier):
     def touch(self, keys: Sequence[OffloadKey]) -> None:
         super().touch(keys)
         if self._bound is not None:
-            self._bound.account.used(keys)
+            self._bound.accounts[0].used(keys)
 
     def gauges(self) -> Mapping[str, float]:
         """As those of `RemoteTier`, with those of `capacity_bytes`."""
@@ -337,15 +360,20 @@ class ObjectTier(RemoteTier):
         if self._bound is None:
             return await super()._store_portion(job, portion, deadline_s)
         (i,) = portion
-        account, key = self._bound.account, job.keys[i]
+        key = job.keys[i]
+        account = self._bound.accounts[self._settings.tenant_of(key)]
         num_bytes = self._envelopes.value_bytes(key)
         if not account.admits(num_bytes):
             return {i: TierFullError(f"{self._location}: capacity_bytes has no room yet")}
-        failures: dict[int, TierError] | None = None
+        is_written = True  # unless the store has said otherwise
         try:
             failures = await super()._store_portion(job, portion, deadline_s)
+            is_written = not failures
+        except (RefusedError, SlowDownError, TierFullError):
+            is_written = False
+            raise
         finally:
-            account.ended(key, num_bytes, is_written=failures == {})
+            account.ended(key, num_bytes, is_written=is_written)
         return failures
 
     async def longest_prefixes(self, chains: Sequence[Sequence[OffloadKey]]) -> Sequence[int]:

@@ -11,11 +11,19 @@ from servers.process import at_length
 
 from kvoffload_async.abc.maintenance import GcOptions, MaintenanceControl
 from kvoffload_async.abc.tier import KVIdentity
-from kvoffload_async.errors import ConfigError, TierFullError
+from kvoffload_async.errors import (
+    CallTimeoutError,
+    ConfigError,
+    SlowDownError,
+    TierFullError,
+    TierUnavailableError,
+)
+from kvoffload_async.policies.tenants import TenantQuotas
 from kvoffload_async.testing import TierHarness
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.object.maintenance import ObjectMaintenance
 from kvoffload_async.tiers.object.tier import ObjectOptions
+from kvoffload_async.tiers.remote.client import RefusedError
 
 OBJECT_BYTES = BLOCK_BYTES + 128
 
@@ -87,6 +95,67 @@ def test_blocks_beyond_the_grant_are_declined_and_counted_and_not_written(bounde
     assert set(map(type, failures.values())) == {TierFullError}
     assert len(objects(connection)) == 32 - len(failures) <= 8
     assert host.tier.gauges()["declined_blocks"] == len(failures)
+
+
+def of_first_byte(key):
+    return key[0] % 2
+
+
+@pytest.mark.parametrize(
+    ("quotas", "text"),
+    [
+        ([BLOCK_BYTES, None], "quota_bytes: 4096 holds no block of"),
+        ([64 * OBJECT_BYTES, None], "lower quota_bytes of a tenant"),
+        ([None] * 33, "tenants: there are 33"),
+    ],
+)
+def test_quotas_that_cannot_be_kept_are_refused(connection, quotas, text):
+    options = {"capacity_bytes": 64 * OBJECT_BYTES, "quotas": TenantQuotas(quotas, of_first_byte)}
+    with pytest.raises(ConfigError, match=text):
+        TierHarness(tier_on(connection, **options), 64, BLOCK_BYTES)
+
+
+def test_a_tenant_beyond_its_quota_loses_its_own_blocks_alone(bounded):
+    quotas = TenantQuotas([8 * OBJECT_BYTES, None], of_first_byte)
+    host = bounded(32, quotas=quotas)
+    first, other = ([key for key in K if of_first_byte(key) == tenant] for tenant in (0, 1))
+    store_all(host, other[:8])
+    store_all(host, first[:24])
+    figures = host.tier.gauges
+    until(host, lambda: 0 < figures()["tenant_0_bytes"] <= 8 * OBJECT_BYTES)
+    assert host.run(host.tier.contains(other[:8])) == set(other[:8])
+    assert len(host.run(host.tier.contains(first))) <= 8
+    assert figures()["tenant_1_bytes"] == 8 * OBJECT_BYTES
+
+
+@pytest.mark.parametrize(
+    ("error", "is_written"),
+    [
+        (CallTimeoutError("slow"), True),
+        (TierUnavailableError("reset"), True),
+        (RefusedError("403"), False),
+        (SlowDownError("503"), False),
+        (TierFullError("507"), False),
+    ],
+)
+def test_a_store_whose_end_is_unknown_takes_its_part_of_the_grant(bounded, error, is_written):
+    host = bounded(16, max_retries=0, call_timeout_s=0.5, job_timeout_s=0.5)
+    store_all(host, K[:1])
+    account = host.tier._bound.accounts[0]
+
+    async def put(keys, values):
+        raise error
+
+    host.tier._client.put = put
+    before = account.record().written_bytes
+    assert host.store(K[1:2])
+    assert account.record().written_bytes - before == is_written * OBJECT_BYTES
+
+
+def test_a_bound_that_only_a_block_without_its_header_fits_into_is_refused(connection):
+    tier = tier_on(connection, capacity_bytes=BLOCK_BYTES)
+    with pytest.raises(ConfigError, match="room for 0 blocks"):
+        TierHarness(tier, 64, BLOCK_BYTES)
 
 
 def test_objects_of_others_are_counted_and_never_deleted(bounded, connection):

@@ -9,7 +9,7 @@ import pytest
 from kvoffload_async.errors import CallTimeoutError, TierUnavailableError
 from kvoffload_async.testing import VirtualLoop
 from kvoffload_async.tiers.object.bound import BucketBound
-from kvoffload_async.tiers.object.quota import Account, Listed, Record, Word
+from kvoffload_async.tiers.object.quota import Account, Listed, Record, Word, joined
 from kvoffload_async.tiers.object.tier import ObjectTier
 from kvoffload_async.types import make_offload_key
 
@@ -33,6 +33,7 @@ class Bucket:
         self.most_bytes = 0
         self.list_s = LATENCY_S
         self.is_down = False
+        self.locked = set()
         self._versions = 0
 
     @property
@@ -52,6 +53,7 @@ class Bucket:
 
     async def list_records(self):
         await self.request("list_records")
+        await asyncio.sleep(self.list_s - LATENCY_S)
         return [(name, int(at_s), str(v)) for name, (_, at_s, v) in self.records.items()]
 
     async def read_record(self, name):
@@ -77,6 +79,8 @@ class Bucket:
     async def remove(self, keys):
         self.requests["delete"] += len(keys)
         await asyncio.sleep(LATENCY_S)
+        if not self.locked.isdisjoint(keys):
+            raise TierUnavailableError("it is locked")
         for key in keys:
             self.blocks.pop(key, None)
 
@@ -92,13 +96,23 @@ async def _in_thread(call):
 class Host:
     """A host that loads and stores blocks."""
 
-    def __init__(self, bucket, capacity_bytes, deleted=lambda _keys: None):
+    def __init__(
+        self,
+        bucket,
+        capacity_bytes,
+        deleted=lambda _keys: None,
+        capacities=(),
+        tenant_of=lambda _key: 0,
+    ):
         self.bucket = bucket
+        self.tenant_of = tenant_of
         self.bound = BucketBound(
             bucket,
             _call,
+            _call,
             _in_thread,
-            capacity_bytes=capacity_bytes,
+            capacities=capacities or [capacity_bytes],
+            tenant_of=tenant_of,
             size_of=lambda _key: BLOCK_BYTES,
             deleted=deleted,
             period_s=PERIOD_S,
@@ -111,10 +125,10 @@ class Host:
     async def use(self, key):
         """Load a block, or store it if it is absent; return whether it was there."""
         await self.bucket.request("head")
-        account = self.bound.account
+        account = self.bound.accounts[self.tenant_of(key)]
         if key in self.bucket.blocks:
             await self.bucket.request("get")
-            account.used([key])
+            self.bound.accounts[0].used([key])
             return True
         if account.admits(BLOCK_BYTES):
             await self.bucket.request("put")
@@ -432,8 +446,11 @@ def test_the_smallest_bound_holds_and_each_host_warns_once(caplog):
     [
         b"",
         b"anything",
-        Record(b"12345678", 1, 0, 0, 0, 1).encode(),  # of another host than its name says
-        Record(b"12345678", 1, 0, 0, 0, 1).encode().replace(b"KVOR\1", b"KVOR\2"),
+        joined(
+            [Record(b"12345678", BLOCK_BYTES, 0, 0, 0, 1)]
+        ),  # of another host than its name says
+        joined([Record(bytes(8), BLOCK_BYTES, 0, 0, 0, 1)] * 2),  # of two tenants
+        joined([Record(bytes(8), BLOCK_BYTES, 0, 0, 0, 1)]).replace(b"KVOR\1", b"KVOR\2"),
     ],
 )
 @pytest.mark.parametrize("name", ["00" * 8 + "-1", "readme"])
@@ -444,7 +461,8 @@ def test_records_of_others_and_of_newer_releases_are_ignored_and_warned_of_once(
 
     async def main():
         host = Host(bucket, CAPACITY_BYTES)
-        host.bound.account = Account(b"\xff" * 8, CAPACITY_BYTES)
+        host.bound.host = b"\xff" * 8
+        host.bound.accounts = [Account(host.bound.host, CAPACITY_BYTES)]
         await host.bound.start(2.5)
         for _ in range(5):
             await bucket.write_record(name, content)
@@ -455,14 +473,14 @@ def test_records_of_others_and_of_newer_releases_are_ignored_and_warned_of_once(
 
     run(main())
     assert len(caplog.records) == 1
-    assert "that this release does not know are ignored" in caplog.text
+    assert "of other tenants or of strangers are ignored" in caplog.text
 
 
 def test_a_word_of_a_newer_release_is_replaced_once_no_leader_writes_it(caplog):
     bucket = Bucket()
 
     async def main():
-        word = Word(b"12345678", 0, CAPACITY_BYTES, CAPACITY_BYTES, 1, {}).encode()
+        word = joined([Word(b"12345678", 0, CAPACITY_BYTES, CAPACITY_BYTES, 1, 0, {})])
         await bucket.write_record("word", word.replace(b"KVOW\1", b"KVOW\2"))
         host = Host(bucket, CAPACITY_BYTES)
         await host.bound.start(2.5)
@@ -555,3 +573,223 @@ def test_a_store_that_is_down_does_not_keep_a_host_from_leaving():
         assert host.figure("bound_failures") == 1
 
     run(main())
+
+
+def test_uses_of_blocks_that_only_primaries_have_take_no_room_in_the_bucket():
+    bucket = Bucket()
+
+    async def main():
+        hosts = await opened(bucket, 2, CAPACITY_BYTES, random.Random(8))
+        for round_ in range(30):
+            for host in hosts:
+                host.bound.accounts[0].used([key_of(10**9 + n) for n in range(2000)])
+            await fill(hosts, range(10 * round_, 10 * round_ + 10))
+        (leader,) = leaders(hosts)
+        assert leader.figure("used_bytes") <= bucket.used_bytes
+        await close(hosts)
+
+    run(main())
+    assert bucket.used_bytes > 0.8 * CAPACITY_BYTES
+
+
+def test_uses_that_no_record_has_room_for_are_counted():
+    host = Host(Bucket(), CAPACITY_BYTES)
+    host.bound.accounts[0].used([key_of(n) for n in range(5000)])
+    assert host.figure("dropped_uses") == 5000 - 4096
+
+
+def test_objects_that_cannot_be_deleted_hold_up_neither_the_others_nor_the_grants():
+    bucket = Bucket()
+
+    async def main():
+        hosts = await opened(bucket, 2, CAPACITY_BYTES, random.Random(9))
+        await fill(hosts, range(50))
+        bucket.locked = set(list(bucket.blocks)[:10])
+        await fill(hosts, range(50, 350))
+        assert bucket.locked <= bucket.blocks.keys()
+        (leader,) = leaders(hosts)
+        assert leader.figure("bound_failures")
+        declined = sum(host.figure("declined_blocks") for host in hosts)
+        await fill(hosts, range(350, 400))
+        assert sum(host.figure("declined_blocks") for host in hosts) == declined
+        await close(hosts)
+
+    run(main())
+    assert bucket.most_bytes <= CAPACITY_BYTES
+
+
+def test_a_store_that_deletes_nothing_is_filled_to_the_bound_and_not_asked_for_ever():
+    bucket = Bucket()
+
+    async def main():
+        (host,) = hosts = await opened(bucket, 1, CAPACITY_BYTES, random.Random(10))
+        bucket.locked = {key_of(number * 1000) for number in range(600)}
+        await fill(hosts, range(600))
+        assert host.leads
+        assert host.figure("declined_blocks") > 100
+        await close(hosts)
+
+    run(main())
+    assert bucket.most_bytes <= CAPACITY_BYTES
+    assert bucket.requests["delete"] <= 64 * 61
+
+
+def test_a_record_that_cannot_be_read_holds_up_no_other_host():
+    bucket = Bucket()
+
+    async def main():
+        hosts = await opened(bucket, 3, CAPACITY_BYTES, random.Random(11))
+        await asyncio.sleep(3 * PERIOD_S)
+        (leader,) = leaders(hosts)
+        bad, good = (host for host in hosts if host is not leader)
+        read = bucket.read_record
+
+        async def fail(name):
+            if name.startswith(bad.bound.host.hex()):
+                raise CallTimeoutError("slow")
+            return await read(name)
+
+        leader.bound._store = _With(bucket, read_record=fail)
+        await fill([good], range(400))
+        assert leader.figure("bound_failures")
+        assert good.figure("declined_blocks") < 100  # the other may still have its grant
+        await close(hosts)
+
+    run(main())
+    assert bucket.most_bytes <= CAPACITY_BYTES
+
+
+@pytest.mark.parametrize("list_s", [5.0, 9.0, 12.0])
+def test_lists_that_take_nearly_a_period_or_longer_do_not_keep_the_leader_from_deleting(list_s):
+    bucket = Bucket()
+    bucket.list_s = list_s
+
+    async def main():
+        hosts = await opened(bucket, 2, CAPACITY_BYTES, random.Random(12))
+        await fill(hosts, range(400))
+        assert len(leaders(hosts)) == 1
+        assert sum(host.figure("bound_deletions") for host in hosts) > 100
+        await close(hosts)
+
+    run(main())
+    assert bucket.most_bytes <= CAPACITY_BYTES
+
+
+@pytest.mark.parametrize("name", ["ff" * 8 + "-1", "00" * 8 + "-1", "word"])
+def test_objects_with_times_of_the_future_neither_lead_nor_make_hosts_look_dead(name):
+    bucket = Bucket()
+
+    async def main():
+        await bucket.write_record(name, joined([Word(b"\xff" * 8, 0, 1, 1, 1, 0, {})]))
+        bucket.records[name] = (bucket.records[name][0], 1e9, 0)
+        hosts = await opened(bucket, 3, CAPACITY_BYTES, random.Random(13))
+        await fill(hosts, range(100))
+        assert len(leaders(hosts)) == 1
+        declined = [host.figure("declined_blocks") for host in hosts]
+        await fill(hosts, range(100, 150))
+        assert [host.figure("declined_blocks") for host in hosts] == declined
+        await close(hosts)
+
+    run(main())
+    assert bucket.most_bytes <= CAPACITY_BYTES
+
+
+def test_a_record_of_a_bound_below_a_block_deletes_nothing(caplog):
+    bucket = Bucket()
+
+    async def main():
+        (host,) = hosts = await opened(bucket, 1, CAPACITY_BYTES, random.Random(14))
+        await fill(hosts, range(50))
+        stranger = Record(b"12345678", BLOCK_BYTES - 1, 0, 0, 0, 1)
+        await bucket.write_record(f"{stranger.host.hex()}-1", joined([stranger]))
+        await asyncio.sleep(2 * PERIOD_S)
+        assert host.figure("capacity_bytes") == CAPACITY_BYTES
+        await close(hosts)
+
+    run(main())
+    assert len(caplog.records) == 1
+    assert bucket.requests["delete"] == 0
+
+
+def test_a_successor_that_lists_a_large_bucket_slowly_grants_no_more_than_was_granted_before():
+    bucket = Bucket()
+    blocks = 8000
+
+    async def main():
+        hosts = await opened(bucket, 4, blocks * BLOCK_BYTES, random.Random(15))
+        for number in range(blocks - 1500):
+            bucket.put(key_of(10**9 + number))
+        await asyncio.sleep(12 * PERIOD_S)  # the leader finds them
+        await fill(hosts, range(30))
+        bucket.list_s = 8.0
+        (leader,) = leaders(hosts)
+        hosts.remove(leader)
+        await leader.kill()
+        for round_ in range(15):
+            for host in hosts:
+                for number in range(100):
+                    await host.use(key_of(10**6 * hosts.index(host) + 1000 * round_ + number))
+            await asyncio.sleep(PERIOD_S)
+        await close(hosts)
+
+    run(main())
+    assert bucket.most_bytes <= blocks * BLOCK_BYTES
+
+
+def test_a_leader_that_is_closed_in_the_middle_of_a_sweep_leaves_at_once():
+    bucket = Bucket()
+
+    async def main():
+        (host,) = hosts = await opened(bucket, 1, CAPACITY_BYTES, random.Random(16))
+        stalled = []
+
+        async def stall(keys):
+            stalled.extend(keys)
+            await asyncio.sleep(3600)
+
+        host.bound._store = _With(bucket, remove=stall)
+        await fill(hosts, range(500))
+        assert stalled
+        began_s = asyncio.get_running_loop().time()
+        await close(hosts)
+        assert asyncio.get_running_loop().time() < began_s + 1
+
+    run(main())
+    assert bucket.records == {}
+
+
+def test_a_tenant_that_floods_evicts_its_own_blocks_alone_and_each_stays_within_its_quota():
+    bucket = Bucket()
+    parts = [100 * BLOCK_BYTES, 300 * BLOCK_BYTES]
+    most = Counter()
+
+    def tenant_of(key):
+        return int(int.from_bytes(key[:16], "big") >= 10**9)
+
+    async def main():
+        hosts = [Host(bucket, 0, capacities=parts, tenant_of=tenant_of) for _ in range(3)]
+        for host in hosts:
+            await host.bound.start(2.5)
+        await asyncio.sleep(2 * PERIOD_S)
+        kept = [key_of(10**9 + n) for n in range(200)]
+        for key in kept:
+            await asyncio.sleep(0.5)
+            await hosts[0].use(key)
+        assert sum(key in bucket.blocks for key in kept) > 190
+        kept = [key for key in kept if key in bucket.blocks]
+        for number in range(300):
+            await asyncio.sleep(1.0)
+            for index, host in enumerate(hosts):
+                await host.use(key_of(number * 1000 + index))
+            for tenant, count in Counter(map(tenant_of, bucket.blocks)).items():
+                most[tenant] = max(most[tenant], count)
+        assert all(key in bucket.blocks for key in kept)
+        (leader,) = leaders(hosts)
+        assert leader.figure("tenant_1_bytes") == len(kept) * BLOCK_BYTES
+        assert leader.figure("tenant_0_bytes") > 0
+        assert leader.figure("capacity_bytes") == CAPACITY_BYTES
+        await close(hosts)
+
+    run(main())
+    assert 60 < most[0] <= 100
+    assert most[1] <= 300
