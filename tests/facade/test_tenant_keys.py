@@ -4,6 +4,7 @@ import hashlib
 import shutil
 
 import pytest
+from fs.spaces import rescanned
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from remote.fake_store import FakeClient, World
@@ -183,11 +184,9 @@ def test_several_tenants_names_are_recovered_and_counted(kind, tmp_path, keys):
     with opened(kind, root, given) as harness:
         harness.store([*ALL, *blocks(4, 6)["b"]])
     with opened(kind, root, given) as harness:
-        found = harness.announced()
         if kind == "fs":
-            harness.run(harness.tier._tier._rescan_now())
-            found = harness.announced()
-        assert found == {*ALL, *blocks(4, 6)["b"]}
+            harness.run(rescanned(harness.tier._tier._housekeeping))
+        assert harness.announced() == {*ALL, *blocks(4, 6)["b"]}
         gauges = harness.tier.gauges()
         counts = [gauges[f"tenant_{tenant}_bytes"] for tenant in range(3)]
         assert counts[0] == counts[1]
@@ -221,7 +220,7 @@ def rings_of(secrets, key_class=EncryptionKey):
 
 @given(SECRETS, SECRETS, NUMBERS, NUMBERS, st.booleans())
 def test_a_block_opens_under_no_other_tenants_ring_or_name(one, other, writer, reader, moved):
-    """Even if both tenants, or the tier for them, have the same key."""
+    """Not even if two tenants have the same key, which is the tier's."""
     assume(writer != reader or one[writer] != other[reader])
     tenants = tenants_of({name: {} for name in NAMES})
 
@@ -230,7 +229,6 @@ def test_a_block_opens_under_no_other_tenants_ring_or_name(one, other, writer, r
         bound = [[key.of(name) for key in ring] for ring, name in rings]
         return Sealer(TenantRings(bound, tenants.tenant_of), "fs 2", "layout")
 
-    # The ring of another tenant is used for the same key where the key's tag counts as another's.
     key = tenants.tagged(key_of(1), writer)
     body = bytearray(6)
     seal = sealer(one).seal(key, memoryview(b"secret"), memoryview(body))
