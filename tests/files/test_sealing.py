@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from kvoffload_async import ConfigError
 from kvoffload_async.tiers.files import sealing
+from kvoffload_async.tiers.files.digests import TenantRings
 from kvoffload_async.tiers.files.sealing import (
     SEAL_BYTES,
     EncryptionKey,
@@ -111,6 +112,15 @@ def test_a_key_that_is_not_given_is_reported_once(caplog):
     assert body == bytes(6)
     (record,) = caplog.records
     assert f"sealed with a key that is not given (id {KEY.id.hex()})" in record.getMessage()
+
+
+def test_at_most_as_many_keys_are_reported_as_there_are_tenants(caplog):
+    rings = [[KEY.of("a")], [OTHER.of("b")]]
+    sealer = Sealer(TenantRings(rings, lambda _: 0), "fs 2", "l")
+    for number in (0, 1, 0, 2, 3):
+        assert not sealer.has_key(bytes([number]) * SEAL_BYTES)
+    assert [record.args[0] for record in caplog.records] == [bytes([n] * 8).hex() for n in (0, 1)]
+    assert all(map(sealer.has_key, (ring[0].id + bytes(SEAL_BYTES - 8) for ring in rings)))
 
 
 @pytest.mark.parametrize("seal", [b"", bytes(51), KEY.id, KEY.id + bytes(45)], ids=len)
