@@ -15,7 +15,8 @@ from kvoffload_async.config import DEFAULT_TENANT, TenantOptions, UnknownTenant
 from kvoffload_async.policies.tenants import TENANT_TAG, TenantQuotas
 from kvoffload_async.types import OffloadKey
 
-TENANT_TAG_BYTES: Final = TENANT_TAG.stop - TENANT_TAG.start
+TENANT_TAG_BYTES: Final = 8
+_TAG: Final = TENANT_TAG
 _MAX_NAME_CHARS: Final = 255
 
 
@@ -60,12 +61,12 @@ class Tenants:
 
     def owns(self, key: OffloadKey, index: int) -> bool:
         """Return whether a tagged key is of a tenant."""
-        return key[TENANT_TAG] == self._tags[index]
+        return key[_TAG] == self._tags[index]
 
 
 def untagged(key: OffloadKey) -> OffloadKey:
     """Return the key without a tenant, given a tagged one."""
-    return OffloadKey(key[:1] + key[TENANT_TAG.stop :])
+    return OffloadKey(key[:1] + key[_TAG.stop :])
 
 
 def _tag(name: str) -> bytes:
@@ -76,4 +77,4 @@ def _tag(name: str) -> bytes:
 
 def _tenant_of(indices: dict[bytes, int]) -> Callable[[OffloadKey], int]:
     get = indices.get
-    return lambda key: get(key[TENANT_TAG], 0)
+    return lambda key: get(key[_TAG], 0)

@@ -4,6 +4,7 @@ import hashlib
 import shutil
 
 import pytest
+from command_line import command
 from fs.spaces import rescanned
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -22,6 +23,8 @@ from kvoffload_async.tiers._sealed_names import NameKey, NameKeys, SealedNames
 from kvoffload_async.tiers.files.digests import TenantRings
 from kvoffload_async.tiers.files.sealing import EncryptionKey, Sealer
 from kvoffload_async.types import make_offload_key
+
+__all__ = ["command"]
 
 BLOCK = 4096
 NAMES = ("default", "a", "b")
@@ -192,6 +195,18 @@ def test_several_tenants_names_are_recovered_and_counted(kind, tmp_path, keys):
         assert counts[0] == counts[1]
         assert counts[2] == counts[0] * 6 // 4
         assert gauges["unknown_names"] == 0
+
+
+@pytest.mark.parametrize("kind", ["fs", "slab"])
+def test_maintenance_leaves_the_blocks_of_tenants(kind, tmp_path, keys, command):
+    root, given = tmp_path / "root", own(keys, *NAMES)
+    with opened(kind, root, given) as harness:
+        harness.store(ALL)
+    key = ["--encryption-key-file", given["a"]["encryption_key_file"]]
+    assert "another key" in command.run("store", "verify", root, *key).output
+    command.run("store", "gc", root, "--corrupt", *key)
+    with opened(kind, root, given) as harness:
+        assert served(harness, ALL) == ALL
 
 
 def test_remote_values_open_for_their_tenant_alone():
