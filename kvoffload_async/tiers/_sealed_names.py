@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -27,6 +28,8 @@ from kvoffload_async.policies.tenants import TENANT_TAG
 from kvoffload_async.tables.keymap import MAX_KEY_BYTES, KeyMap
 from kvoffload_async.tiers.files.digests import SecretKey, TenantRings, read_secret
 from kvoffload_async.types import JobMetadata, OffloadKey
+
+logger = logging.getLogger(__name__)
 
 _OPTION: Final = "name_key_file"
 _SIV_KEY_BYTES: Final = 64
@@ -132,9 +135,11 @@ class NameKeys:
         }
 
     def opened(self, names: Iterable[OffloadKey]) -> list[OffloadKey]:
-        """Return the keys behind names; names of others are skipped and counted."""
+        """Return the keys behind names; names of others are skipped, counted and logged once."""
         found = list(map(self._open, names))
         keys = [key for key in found if key is not None]
+        if len(keys) < len(found) and not self.unknown_names:
+            logger.warning("%s: no key that is given opens the names of some blocks", _OPTION)
         self.unknown_names += len(found) - len(keys)
         return keys
 

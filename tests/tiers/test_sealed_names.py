@@ -127,12 +127,14 @@ def test_a_key_that_is_too_long_fails_alone_and_is_absent(harness):
 
 
 @pytest.mark.parametrize("change", [0, 15, 16, 47, 48, 51])
-def test_a_changed_name_is_skipped_and_counted(paths, change):
+def test_a_changed_name_is_skipped_counted_and_reported_once(paths, change, caplog):
     names = NameKeys(read_name_keys(paths[:1]))
     sealed = bytearray(next(iter(names.sealed(0, [K[0]]))))
     sealed[change] ^= 1
     assert names.opened([bytes(sealed), b"short", b"x" * 20, K[1]]) == []
-    assert names.unknown_names == 4
+    assert names.opened([K[1]]) == []
+    assert names.unknown_names == 5
+    assert [record.getMessage()[:14] for record in caplog.records] == ["name_key_file:"]
 
 
 def test_blocks_of_older_name_keys_are_found_and_loaded(rotated, paths):
