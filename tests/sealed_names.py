@@ -1,6 +1,6 @@
 """The contract of tiers whose names are sealed."""
 
-from kvoffload_async.tiers._sealed_names import NameKeys, SealedNames
+from kvoffload_async.tiers._sealed_names import NameKeys, SealedNames, read_name_keys
 
 TEXT = "a secret that names are sealed with"
 
@@ -15,7 +15,7 @@ def key_file(folder, text=TEXT):
 
 def sealing(create, paths):
     """Return a function that creates a tier and seals its names, with the keys in some files."""
-    return lambda: SealedNames(create(), NameKeys(paths))
+    return lambda: SealedNames(create(), NameKeys(read_name_keys(paths)))
 
 
 def name_of(tier, key, number=0):

@@ -188,8 +188,8 @@ class SecondaryTierManager:
             arguments = arguments_for(self.tier_class, options)
             tier = self.tier_class.from_options(arguments, identity)
         self.tier = tier
-        if common.name_key_files is not None:
-            tier = SealedNames(tier, NameKeys(common.name_key_files))
+        if (keys := common.read_name_keys()) is not None:
+            tier = SealedNames(tier, NameKeys(keys))
         self.medium = tier.capabilities.medium
         self.locality = tier.capabilities.locality
         self.backpressure_detector = common.backpressure_detector
@@ -260,8 +260,7 @@ class SecondaryTierManager:
         cls, options: Mapping[str, Any], identity: KVIdentity
     ) -> Iterable[TierLocation]:
         """Check the tier's options, without side effects; see `AsyncTier.check_options`."""
-        if (key_files := cls.common_options(options).name_key_files) is not None:
-            NameKeys(key_files)
+        cls.common_options(options).read_name_keys()
         if cls.tier_class is None:
             return ()
         return cls.tier_class.check_options(arguments_for(cls.tier_class, options), identity)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -15,6 +16,8 @@ from kvoffload_async.facade.connector.worker import OffloadingConnectorWorker
 from kvoffload_async.facade.driver import PlannerDriver
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.facade.tenant_keys import with_tenant_keys
+from kvoffload_async.facade.tenants import Tenants
 from kvoffload_async.facade.tier_factory import check_tiers, naming_tier, reuse_capacity
 from kvoffload_async.facade.tier_group import UnopenedTier, close_unused, create_tier, tiers_text
 from kvoffload_async.facade.tiering import TieringOffloadingManager
@@ -69,6 +72,10 @@ class _Spec(ABC):
                     f"cpu_bytes_to_use: {self.config.cpu_bytes_to_use} bytes are more than "
                     f"{limit.name}, which is {limit.size_bytes} bytes; use less"
                 )
+        if self.config.tenants is not None:
+            tenants = Tenants(self.config.tenants, self.config.unknown_tenant)
+            tiers = with_tenant_keys(self.config.secondary_tiers, tenants)
+            self.config = replace(self.config, secondary_tiers=tuple(tiers))
         check_tiers(self.config.secondary_tiers, self.config, memory_bytes=memory_bytes)
 
     def __repr__(self) -> str:

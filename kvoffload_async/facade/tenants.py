@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvoffload_async.config import DEFAULT_TENANT, TenantOptions, UnknownTenant
-from kvoffload_async.policies.tenants import TenantQuotas
+from kvoffload_async.policies.tenants import TENANT_TAG, TenantQuotas
 from kvoffload_async.types import OffloadKey
 
 TENANT_TAG_BYTES: Final = 8
-_TAG: Final = slice(1, 1 + TENANT_TAG_BYTES)
+_TAG: Final = TENANT_TAG
 _MAX_NAME_CHARS: Final = 255
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,6 +21,8 @@ from kvoffload_async.config import (
 from kvoffload_async.core.backpressure import Backpressure
 from kvoffload_async.errors import ConfigError, UnknownNameError
 from kvoffload_async.runtime.bridge import Bridge
+from kvoffload_async.tiers._sealed_names import NameKey, read_name_keys
+from kvoffload_async.tiers.files.digests import TenantRings
 
 
 class UnknownOptionError(UnknownNameError, TypeError):
@@ -37,6 +39,16 @@ class ManagerOptions(TierOptions):
         or_none(instance_of(Backpressure)), None, is_internal=True
     )
     """Skips some cascades to the tier while it is slow."""
+    tenant_names: TenantRings[NameKey] | None = option(
+        or_none(instance_of(TenantRings)), None, is_internal=True
+    )
+    """Keys that names are sealed with, by tenant, instead of `name_key_file`."""
+
+    def read_name_keys(self) -> Sequence[NameKey] | TenantRings[NameKey] | None:
+        """Return the keys that names are sealed with; raises ConfigError if a file is unusable."""
+        if self.tenant_names is not None or self.name_key_files is None:
+            return self.tenant_names
+        return read_name_keys(self.name_key_files)
 
 
 def reject_unknown_options(

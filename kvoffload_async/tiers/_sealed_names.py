@@ -2,7 +2,8 @@
 
 A block's key is a hash of guessable tokens, and tiers put it into the names of files, objects and
 strings. With a name key the tier gets another key in its place: the hash sealed with AES-SIV (RFC
-5297), bound to the group, followed by the group's 4 bytes. Equal keys have equal sealed keys, so
+5297), bound to the group, followed by the group's 4 bytes. With tenants, the tag in the hash is not
+sealed, but bound, and keeps its place. Equal keys have equal sealed keys, so
 engines with one name key share blocks. To the tier a sealed key is a key like any other: checksums
 and encryption bind it, and messages show it.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -20,10 +22,14 @@ from typing import Final
 
 from kvoffload_async.abc.events import BlockFailures
 from kvoffload_async.abc.tier import AsyncTier, Direction, TierEnvironment
+from kvoffload_async.config import parse_files
 from kvoffload_async.errors import BlockMissingError, ConfigError, TierError
+from kvoffload_async.policies.tenants import TENANT_TAG
 from kvoffload_async.tables.keymap import MAX_KEY_BYTES, KeyMap
-from kvoffload_async.tiers.files.digests import SecretKey, read_secret
+from kvoffload_async.tiers.files.digests import SecretKey, TenantRings, read_secret
 from kvoffload_async.types import JobMetadata, OffloadKey
+
+logger = logging.getLogger(__name__)
 
 _OPTION: Final = "name_key_file"
 _SIV_KEY_BYTES: Final = 64
@@ -48,10 +54,29 @@ class NameKey(SecretKey):
         ).digest()
 
 
+def read_name_keys(value: object, key: str = _OPTION) -> list[NameKey]:
+    """Return the name keys in a file, or in a list of files, given by absolute paths.
+
+    Raises:
+        ConfigError: A file is unusable, two files have one key, or `cryptography` is missing.
+    """
+    try:
+        import cryptography.exceptions  # noqa: F401, PLC0415 - an extra
+    except ImportError:
+        raise ConfigError(
+            f"{key}: needs the package `cryptography`; install "
+            "`kvoffload-async[encryption]`, or leave the option out"
+        ) from None
+    keys = [NameKey(read_secret(path, key)) for path in parse_files(value, key)]
+    if len({each.id for each in keys}) < len(keys):
+        raise ConfigError(f"{key}: two of the files have the same key; give each key once")
+    return keys
+
+
 class NameKeys:
     """Seals and opens the keys of blocks with one or more name keys; the first seals new blocks.
 
-    Thread: any.
+    A tenant without a name key has its keys as names. Thread: any.
 
     Attributes:
         id: Identifies the first key without revealing it.
@@ -59,43 +84,62 @@ class NameKeys:
         unknown_names: Number of names seen that no key opens.
     """
 
-    def __init__(self, paths: Sequence[str]) -> None:
-        """Read the keys from files.
+    def __init__(self, keys: Sequence[NameKey] | TenantRings[NameKey]) -> None:
+        """Use these keys, or those of tenants."""
+        from cryptography.exceptions import InvalidTag  # noqa: PLC0415 - an extra
+        from cryptography.hazmat.primitives.ciphers.aead import AESSIV  # noqa: PLC0415
 
-        Raises:
-            ConfigError: A file is unusable, two files have one key, or `cryptography` is missing.
-        """
-        try:
-            from cryptography.exceptions import InvalidTag  # noqa: PLC0415 - an extra
-            from cryptography.hazmat.primitives.ciphers.aead import AESSIV  # noqa: PLC0415
-        except ImportError:
-            raise ConfigError(
-                f"{_OPTION}: needs the package `cryptography`; install "
-                "`kvoffload-async[encryption]`, or leave the option out"
-            ) from None
-        keys = [NameKey(read_secret(path, _OPTION)) for path in paths]
-        if len({key.id for key in keys}) < len(keys):
-            raise ConfigError(f"{_OPTION}: two of the files have the same key; give each key once")
-        self.id = keys[0].id.hex()
-        self.numbers = range(len(keys))
+        if isinstance(keys, TenantRings):
+            self.id, self._begin = "of each tenant", TENANT_TAG.stop
+        else:
+            self.id, self._begin = keys[0].id.hex(), TENANT_TAG.start
+            keys = TenantRings([keys], lambda _: 0)
+        self.numbers = range(max(len(ring or ()) for ring in keys.rings))
         self.unknown_names = 0
         self._invalid = InvalidTag
-        self._ciphers = [AESSIV(key.siv_key()) for key in keys]
+        self._tenant_of = keys.tenant_of
+        self._ciphers = [
+            None if ring is None else [AESSIV(key.siv_key()) for key in ring] for ring in keys.rings
+        ]
         # A block is looked up, moved and touched in turn.
         self._sealed = lru_cache(_CACHED_NAMES)(self._seal)
 
     def _seal(self, number: int, key: OffloadKey) -> OffloadKey:
-        block_hash, group = key[:-_GROUP_BYTES], key[-_GROUP_BYTES:]
-        return OffloadKey(self._ciphers[number].encrypt(block_hash, [group]) + group)
+        if (ciphers := self._ciphers[self._tenant_of(key)]) is None:
+            return key
+        block_hash, bound = self._parts(key)
+        return self._joined(ciphers[number].encrypt(block_hash, bound), bound)
+
+    def _parts(self, key: OffloadKey) -> tuple[bytes, list[bytes]]:
+        """Return a key's or name's hash without the tag; and the tag, if any, and the group."""
+        begin, end = self._begin, len(key) - _GROUP_BYTES
+        tag, group = key[TENANT_TAG.start : begin], key[end:]
+        return key[: TENANT_TAG.start] + key[begin:end], [tag, group] if tag else [group]
+
+    def _joined(self, block_hash: bytes, bound: Sequence[bytes]) -> OffloadKey:
+        """Return the key or name with these parts."""
+        *tag, group = bound
+        start = TENANT_TAG.start
+        return OffloadKey(b"".join((block_hash[:start], *tag, block_hash[start:], group)))
+
+    def has(self, number: int, key: OffloadKey) -> bool:
+        """Return whether the key's tenant has a `number`-th name key, or 0: or none at all."""
+        return number < len(self._ciphers[self._tenant_of(key)] or (None,))
 
     def sealed(self, number: int, keys: Sequence[OffloadKey]) -> dict[OffloadKey, OffloadKey]:
-        """Return keys by their names of the `number`-th name key, without keys that do not fit."""
-        return {self._sealed(number, key): key for key in keys if is_sealable(key)}
+        """Return keys by their names of the `number`-th name key, without keys that have none."""
+        return {
+            self._sealed(number, key): key
+            for key in keys
+            if is_sealable(key) and self.has(number, key)
+        }
 
     def opened(self, names: Iterable[OffloadKey]) -> list[OffloadKey]:
-        """Return the keys behind names; names of others are skipped and counted."""
+        """Return the keys behind names; names of others are skipped, counted and logged once."""
         found = list(map(self._open, names))
         keys = [key for key in found if key is not None]
+        if len(keys) < len(found) and not self.unknown_names:
+            logger.warning("%s: no key that is given opens the names of some blocks", _OPTION)
         self.unknown_names += len(found) - len(keys)
         return keys
 
@@ -107,11 +151,13 @@ class NameKeys:
         return keys
 
     def _open(self, name: OffloadKey) -> OffloadKey | None:
-        sealed_hash, group = name[:-_GROUP_BYTES], name[-_GROUP_BYTES:]
+        if (ciphers := self._ciphers[self._tenant_of(name)]) is None:
+            return name
+        sealed_hash, bound = self._parts(name)
         if len(sealed_hash) > _TAG_BYTES:
-            for cipher in self._ciphers:
+            for cipher in ciphers:
                 with suppress(self._invalid):
-                    return OffloadKey(cipher.decrypt(sealed_hash, [group]) + group)
+                    return self._joined(cipher.decrypt(sealed_hash, bound), bound)
         return None
 
 
@@ -211,8 +257,13 @@ class SealedNames(AsyncTier):
         missing: Sequence[int] = range(len(job.keys))
         for number in self._names.numbers:
             failures |= await self._move(self._tier.load, job, number, missing)
-            missing = [i for i in missing if isinstance(failures.get(i), BlockMissingError)]
-            if not missing or number == self._names.numbers[-1]:
+            missing = [
+                i
+                for i in missing
+                if isinstance(failures.get(i), BlockMissingError)
+                and self._names.has(number + 1, job.keys[i])
+            ]
+            if not missing:
                 break
             for i in missing:
                 del failures[i]

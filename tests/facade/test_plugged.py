@@ -26,7 +26,7 @@ from kvoffload_async.facade.plugged import MOST_LOOKUPS, PluggedTiers
 from kvoffload_async.facade.tier_factory import check_tiers
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.testing.harness import key_of
-from kvoffload_async.tiers._sealed_names import NameKeys
+from kvoffload_async.tiers._sealed_names import NameKeys, read_name_keys
 from kvoffload_async.types import as_block_ids
 
 SLOTS, SLOT_BYTES = 64, 4096
@@ -262,7 +262,7 @@ def test_pins_reach_a_tier_under_sealed_names(plug, tmp_path, monkeypatch):
     plugged = plug({**GATED, "name_key_file": path})
     seen = Seen(plugged, monkeypatch)
     (one,) = ks(1)
-    (name,) = NameKeys([path]).sealed(0, [one])
+    (name,) = NameKeys(read_name_keys([path])).sealed(0, [one])
     plugged.pin([one], 60.0)
     plugged.unpin([one])
     assert not plugged.discard([one])

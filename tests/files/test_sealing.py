@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from kvoffload_async import ConfigError
 from kvoffload_async.tiers.files import sealing
+from kvoffload_async.tiers.files.digests import TenantRings
 from kvoffload_async.tiers.files.sealing import (
     SEAL_BYTES,
     EncryptionKey,
@@ -26,6 +27,7 @@ from kvoffload_async.tiers.files.sealing import (
 SECRET = bytes(range(32))
 KEY = EncryptionKey(SECRET)
 OTHER = EncryptionKey(SECRET[::-1])
+TENANTS = KEY.of("tenant")
 
 
 def sealed(sealer: Sealer, key: bytes, data: bytes, header: bytes = b"") -> tuple[bytes, bytearray]:
@@ -46,9 +48,9 @@ def test_a_keys_id_is_what_it_always_was():
 
 @pytest.mark.parametrize("data", [b"", b"data", bytes(100_000)], ids=len)
 def test_any_library_opens_a_block(data):
-    seal, body = sealed(Sealer([KEY], "fs 2", "layout", b"tenant"), b"key", data, b"header")
+    seal, body = sealed(Sealer([TENANTS], "fs 2", "layout"), b"key", data, b"header")
     assert len(seal) == SEAL_BYTES
-    assert seal[:8] == KEY.id
+    assert seal[:8] == TENANTS.id
     info = b"kvoffload-seal fs 2"
     subkey = HKDF(SHA256(), 32, salt=seal[8:24], info=info).derive(SECRET)
     associated = framed(b"fs 2", b"layout", b"tenant", b"header", b"key")
@@ -72,10 +74,9 @@ def test_every_seal_is_new_and_every_key_opens_its_blocks():
 # -- nothing else opens ----------------------------------------------------------------------------
 
 parts = st.tuples(
-    st.sampled_from([KEY, OTHER]),
+    st.sampled_from([KEY, OTHER, TENANTS, KEY.of("other")]),
     st.sampled_from(["fs 2", "slab 3"]),
     st.text("ab", max_size=2),
-    st.binary(max_size=2),
     st.binary(max_size=2),
     st.binary(max_size=2),
 )
@@ -84,12 +85,10 @@ parts = st.tuples(
 @given(parts, parts)
 def test_a_block_does_not_open_as_another(one, other):
     assume(one != other)
-    key, purpose, layout, tenant, header, block = one
-    seal, body = sealed(Sealer([key], purpose, layout, tenant), block, b"secret", header)
-    key, purpose, layout, tenant, header, block = other
-    assert not Sealer([key], purpose, layout, tenant).open_into(
-        block, seal, memoryview(body), header
-    )
+    key, purpose, layout, header, block = one
+    seal, body = sealed(Sealer([key], purpose, layout), block, b"secret", header)
+    key, purpose, layout, header, block = other
+    assert not Sealer([key], purpose, layout).open_into(block, seal, memoryview(body), header)
     assert body == bytes(6)
 
 
@@ -113,6 +112,15 @@ def test_a_key_that_is_not_given_is_reported_once(caplog):
     assert body == bytes(6)
     (record,) = caplog.records
     assert f"sealed with a key that is not given (id {KEY.id.hex()})" in record.getMessage()
+
+
+def test_at_most_as_many_keys_are_reported_as_there_are_tenants(caplog):
+    rings = [[KEY.of("a")], [OTHER.of("b")]]
+    sealer = Sealer(TenantRings(rings, lambda _: 0), "fs 2", "l")
+    for number in (0, 1, 0, 2, 3):
+        assert not sealer.has_key(bytes([number]) * SEAL_BYTES)
+    assert [record.args[0] for record in caplog.records] == [bytes([n] * 8).hex() for n in (0, 1)]
+    assert all(map(sealer.has_key, (ring[0].id + bytes(SEAL_BYTES - 8) for ring in rings)))
 
 
 @pytest.mark.parametrize("seal", [b"", bytes(51), KEY.id, KEY.id + bytes(45)], ids=len)

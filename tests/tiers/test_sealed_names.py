@@ -10,7 +10,7 @@ from kvoffload_async.config import ConfigError
 from kvoffload_async.errors import BlockMissingError, TierError
 from kvoffload_async.tables.keymap import MAX_KEY_BYTES, KeyMap
 from kvoffload_async.testing.harness import TierHarness, key_of
-from kvoffload_async.tiers._sealed_names import NameKeys
+from kvoffload_async.tiers._sealed_names import NameKeys, read_name_keys
 from kvoffload_async.tiers.example import ExampleTier
 from kvoffload_async.types import make_offload_key
 
@@ -75,7 +75,7 @@ def rotated(paths):
 
 def store_old(harness, paths, keys):
     """Store blocks as an engine that has only the second key."""
-    names = NameKeys(paths[1:])
+    names = NameKeys(read_name_keys(paths[1:]))
     job = harness.store_job(keys, range(len(keys)))
     sealed = harness.job(list(names.sealed(0, keys)), range(len(keys)), is_promotion=False)
     assert job.keys == tuple(keys)
@@ -93,7 +93,7 @@ def test_a_tier_sees_only_names_that_do_not_tell_the_key(harness):
 
 
 def test_equal_keys_have_equal_names_and_each_group_its_own(paths):
-    first, second = NameKeys(paths[:1]), NameKeys(paths[:1])
+    first, second = (NameKeys(read_name_keys(paths[:1])) for _ in range(2))
     keys = [make_offload_key(b"h" * 32, group) for group in (0, 1, 70_000)]
     names = list(first.sealed(0, keys))
     assert names == list(second.sealed(0, keys))
@@ -103,7 +103,7 @@ def test_equal_keys_have_equal_names_and_each_group_its_own(paths):
 
 
 def test_keys_of_every_length_that_tiers_take_come_back(paths):
-    names = NameKeys(paths[:1])
+    names = NameKeys(read_name_keys(paths[:1]))
     keys = [make_offload_key(bytes(range(1, n + 1)), n) for n in range(1, 77)]
     sealed = list(names.sealed(0, keys))
     assert names.opened(sealed) == keys
@@ -127,12 +127,14 @@ def test_a_key_that_is_too_long_fails_alone_and_is_absent(harness):
 
 
 @pytest.mark.parametrize("change", [0, 15, 16, 47, 48, 51])
-def test_a_changed_name_is_skipped_and_counted(paths, change):
-    names = NameKeys(paths[:1])
+def test_a_changed_name_is_skipped_counted_and_reported_once(paths, change, caplog):
+    names = NameKeys(read_name_keys(paths[:1]))
     sealed = bytearray(next(iter(names.sealed(0, [K[0]]))))
     sealed[change] ^= 1
     assert names.opened([bytes(sealed), b"short", b"x" * 20, K[1]]) == []
-    assert names.unknown_names == 4
+    assert names.opened([K[1]]) == []
+    assert names.unknown_names == 5
+    assert [record.getMessage()[:14] for record in caplog.records] == ["name_key_file:"]
 
 
 def test_blocks_of_older_name_keys_are_found_and_loaded(rotated, paths):
@@ -180,7 +182,7 @@ class Found(Recording):
 
 def test_announcements_of_the_opening_are_opened_in_order(paths):
     class Here(Found):
-        names = (*NameKeys(paths[:1]).sealed(0, K), K[0])
+        names = (*NameKeys(read_name_keys(paths[:1])).sealed(0, K), K[0])
 
     with TierHarness(sealing(Here, paths[:1])()) as harness:
         assert harness.announced() == set(K) - {K[1]}
@@ -206,12 +208,12 @@ def test_pins_and_discards_reach_the_names_of_every_key(rotated):
 
 def test_two_files_with_one_key_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="name_key_file: two of the files have the same key"):
-        NameKeys([key_file(tmp_path), key_file(tmp_path)])
+        read_name_keys([key_file(tmp_path), key_file(tmp_path)])
 
 
 def test_the_description_names_the_key_by_its_id_alone(paths, caplog):
     caplog.set_level(logging.DEBUG)
-    first, second = (NameKeys([path]) for path in paths)
+    first, second = (NameKeys(read_name_keys([path])) for path in paths)
     assert first.id != second.id
     assert (
         sealing(ExampleTier, paths[:1])().describe().endswith(f"names sealed with key {first.id}")

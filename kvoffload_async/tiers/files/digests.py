@@ -15,9 +15,10 @@ from __future__ import annotations
 import hashlib
 import os
 import stat as stat_module
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Final, NoReturn, Protocol
+from typing import TYPE_CHECKING, ClassVar, Final, Generic, NoReturn, Protocol, TypeVar
 
 import xxhash
 
@@ -50,11 +51,14 @@ class SecretKey:
     id_purpose: ClassVar[bytes]
     """Separates the ids of kinds of keys."""
 
-    def __init__(self, secret: bytes) -> None:
-        """Create a key from a secret of `LEAST_KEY_BYTES` to `MOST_KEY_BYTES` bytes."""
+    def __init__(self, secret: bytes, tenant: bytes = b"") -> None:
+        """Create a key from a secret of `LEAST_KEY_BYTES` to `MOST_KEY_BYTES` bytes.
+
+        Its id tells tenants apart.
+        """
         self._secret = secret
         self.id = hashlib.blake2b(
-            key=secret, digest_size=KEY_ID_BYTES, person=self.id_purpose
+            tenant, key=secret, digest_size=KEY_ID_BYTES, person=self.id_purpose
         ).digest()
 
     def __repr__(self) -> str:
@@ -62,6 +66,22 @@ class SecretKey:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a secret key cannot be serialized")
+
+
+K = TypeVar("K", bound=SecretKey)
+
+
+@dataclass(frozen=True)
+class TenantRings(Generic[K]):
+    """Keys by tenant.
+
+    Attributes:
+        rings: The keys for each tenant's blocks, by its index; None: none.
+        tenant_of: Returns the index of a key's tenant.
+    """
+
+    rings: Sequence[Sequence[K] | None]
+    tenant_of: Callable[[OffloadKey], int]
 
 
 class IntegrityKey(SecretKey):

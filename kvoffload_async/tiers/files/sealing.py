@@ -6,7 +6,8 @@ the tag (16).
 
 The AES key is HKDF-SHA256 (RFC 5869) of the encryption key, with the salt, for the information
 `kvoffload-seal` and the purpose, such as `kvoffload-seal fs 2`. The associated data is purpose,
-layout, tenant, header and the block's key, each prefixed with its length as 8 bytes, little-endian.
+layout, tenant's name, header and the block's key, each prefixed with its length as 8 bytes,
+little-endian. The name is empty without tenants.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ from kvoffload_async.tiers.files.digests import (
     KEY_ID_BYTES,
     IntegrityKey,
     SecretKey,
+    TenantRings,
     framed,
     read_secret,
 )
 from kvoffload_async.tiers.files.identity import boot_id
+from kvoffload_async.types import OffloadKey
 
 logger = logging.getLogger(__name__)
 
@@ -51,25 +54,43 @@ _LEAST_RELEASE: Final = 50
 
 
 class EncryptionKey(SecretKey):
-    """A key that blocks are sealed with."""
+    """A key that blocks are sealed with.
 
-    __slots__ = ()
+    Attributes:
+        tenant: Name of the tenant whose blocks alone it seals; empty without tenants.
+    """
+
+    __slots__ = ("tenant",)
 
     id_purpose = b"kvoffload-enc-id"
+
+    def __init__(self, secret: bytes, tenant: bytes = b"") -> None:
+        """Create a key from a secret; see `SecretKey`."""
+        super().__init__(secret, tenant)
+        self.tenant = tenant
+
+    def of(self, tenant: str) -> EncryptionKey:
+        """Return the key with the same secret for a tenant's blocks."""
+        return EncryptionKey(self._secret, tenant.encode())
 
     def subkey(self, salt: bytes, info: bytes) -> bytes:
         """Return the AES key of a salt and a purpose: HKDF-SHA256."""
         return hmac.digest(hmac.digest(salt, self._secret, "sha256"), info + b"\x01", "sha256")
 
 
-EncryptionKeys = Sequence[EncryptionKey]
-"""Different keys: the first seals, and all open."""
+EncryptionKeys = Sequence[EncryptionKey] | TenantRings[EncryptionKey]
+"""Different keys, or those of each tenant: the first seals, and all open."""
 
 BlockKey = IntegrityKey | EncryptionKeys | None
 """With what key blocks are made, if any."""
 
 
 def parse_encryption_keys(value: object, key: str) -> EncryptionKeys:
+    """Return encryption keys that `with_tenant_keys` has read, or `read_encryption_keys`."""
+    return value if isinstance(value, TenantRings) else read_encryption_keys(value, key)
+
+
+def read_encryption_keys(value: object, key: str) -> Sequence[EncryptionKey]:
     """Return the encryption keys in a file, or in a list of files, given by absolute paths.
 
     Raises:
@@ -162,9 +183,7 @@ class Sealing(NamedTuple):
 class Sealer:
     """Seals and opens blocks of one layout. Thread: any; the work releases the GIL."""
 
-    def __init__(
-        self, keys: EncryptionKeys, purpose: str, layout: str, tenant: bytes = b""
-    ) -> None:
+    def __init__(self, keys: EncryptionKeys, purpose: str, layout: str) -> None:
         """Bind blocks to a format with its version, such as "fs 2", to layout and tenant."""
         from cryptography.hazmat.primitives.ciphers import (  # noqa: PLC0415 - an extra
             Cipher,
@@ -176,42 +195,50 @@ class Sealer:
             return Cipher(algorithms.AES(sealing.subkey), modes.GCM(sealing.nonce))
 
         self._cipher = cipher
-        self._keys = {key.id: key for key in keys}
-        self._writes = keys[0].id
-        self._bound = b"".join(map(framed, (purpose.encode(), layout.encode(), tenant)))
+        if not isinstance(keys, TenantRings):
+            keys = TenantRings([keys], lambda _: 0)
+        self._tenant_of = keys.tenant_of
+        self._rings = [[key.id for key in ring or ()] for ring in keys.rings]
+        self._keys = {key.id: key for ring in keys.rings for key in ring or ()}
+        self._bound = framed(purpose.encode()) + framed(layout.encode())
         info = b"kvoffload-seal " + purpose.encode()
         self._subkey = lru_cache(_NUM_SUBKEYS)(
             lambda key_id, salt: self._keys[key_id].subkey(salt, info)
         )
-        self._has_warned = False
+        self._reported: set[bytes] = set()
 
-    def sealing(self, key: bytes, header: bytes = b"") -> Sealing:
+    def sealing(self, key: OffloadKey, header: bytes = b"") -> Sealing:
         """Return new parameters to seal a block; `header` is authenticated, too."""
-        return self._sealing(self._writes + _nonces.take(), key, header)
+        return self._sealing(self._rings[self._tenant_of(key)][0] + _nonces.take(), key, header)
 
     def has_key(self, seal: bytes) -> bool:
-        """Return whether a seal has the id of a key that is given here; the first other is logged.
+        """Return whether a seal has the id of a key that is given here.
 
-        A seal of a wrong length has none.
+        Others are logged once, at most as many as there are tenants. A seal of a wrong length has
+        none.
         """
         if len(seal) != SEAL_BYTES:
             return False
-        if seal[:KEY_ID_BYTES] in self._keys:
+        if (key_id := seal[:KEY_ID_BYTES]) in self._keys:
             return True
-        if not self._has_warned:
-            self._has_warned = True
+        if key_id not in self._reported and len(self._reported) < len(self._rings):
+            self._reported.add(key_id)
             logger.warning(
                 "encryption_key_file: blocks are sealed with a key that is not given (id %s); "
                 "they are not served",
-                seal[:KEY_ID_BYTES].hex(),
+                key_id.hex(),
             )
         return False
 
-    def opening(self, key: bytes, seal: bytes, header: bytes = b"") -> Sealing | None:
-        """Return the parameters to open a block; None if its key is not given here."""
-        return self._sealing(seal[:-TAG_BYTES], key, header) if self.has_key(seal) else None
+    def opening(self, key: OffloadKey, seal: bytes, header: bytes = b"") -> Sealing | None:
+        """Return the parameters to open a block; None if it has no key of its tenant given here."""
+        if self.has_key(seal) and seal[:KEY_ID_BYTES] in self._rings[self._tenant_of(key)]:
+            return self._sealing(seal[:-TAG_BYTES], key, header)
+        return None
 
-    def seal(self, key: bytes, data: memoryview, into: memoryview, header: bytes = b"") -> bytes:
+    def seal(
+        self, key: OffloadKey, data: memoryview, into: memoryview, header: bytes = b""
+    ) -> bytes:
         """Encrypt a block into other memory of the same length, and return its seal."""
         sealing = self.sealing(key, header)
         encryptor = self._cipher(sealing).encryptor()
@@ -222,7 +249,7 @@ class Sealer:
 
     def open_into(
         self,
-        key: bytes,
+        key: OffloadKey,
         seal: bytes,
         data: memoryview,
         header: bytes = b"",
@@ -249,8 +276,10 @@ class Sealer:
         return False
 
     def _sealing(self, begin: bytes, key: bytes, header: bytes) -> Sealing:
-        subkey = self._subkey(begin[:KEY_ID_BYTES], begin[KEY_ID_BYTES:_AFTER_SALT])
-        return Sealing(begin, subkey, self._bound + framed(header) + framed(key))
+        key_id = begin[:KEY_ID_BYTES]
+        subkey = self._subkey(key_id, begin[KEY_ID_BYTES:_AFTER_SALT])
+        parts = self._keys[key_id].tenant, header, key
+        return Sealing(begin, subkey, self._bound + b"".join(map(framed, parts)))
 
 
 def wipe(data: memoryview) -> None:
