@@ -15,6 +15,7 @@ import hmac
 import importlib.metadata
 import logging
 import os
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -23,10 +24,12 @@ from typing import ClassVar, Final, NamedTuple
 
 import numpy as np
 
+from kvoffload_async.block_io import contract
 from kvoffload_async.config import parse_file
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.tiers.files.digests import (
     KEY_ID_BYTES,
+    MOST_KEY_BYTES,
     IntegrityKey,
     SecretKey,
     framed,
@@ -39,8 +42,7 @@ logger = logging.getLogger(__name__)
 SALT_BYTES: Final = 16
 NONCE_BYTES: Final = 12
 TAG_BYTES: Final = 16
-SEAL_BYTES: Final = KEY_ID_BYTES + SALT_BYTES + NONCE_BYTES + TAG_BYTES
-
+SEAL_BYTES: Final = contract.SEAL_BYTES
 BLOCKS_PER_SALT: Final = 1 << 24
 _PREFIX_BYTES: Final = 4
 _COUNTER_BYTES: Final = NONCE_BYTES - _PREFIX_BYTES
@@ -56,6 +58,11 @@ class EncryptionKey(SecretKey):
     __slots__ = ()
 
     id_purpose = b"kvoffload-enc-id"
+
+    @property
+    def packed(self) -> bytes:
+        """Id, length and bytes, as the native engine takes them."""
+        return struct.pack(f"8sQ{MOST_KEY_BYTES}s", self.id, len(self._secret), self._secret)
 
     def subkey(self, salt: bytes, info: bytes) -> bytes:
         """Return the AES key of a salt and a purpose: HKDF-SHA256."""
@@ -160,7 +167,11 @@ class Sealing(NamedTuple):
 
 
 class Sealer:
-    """Seals and opens blocks of one layout. Thread: any; the work releases the GIL."""
+    """Seals and opens blocks of one layout. Thread: any; the work releases the GIL.
+
+    Attributes:
+        info, prefix, secrets: See `kvoffload_async.block_io.contract.Seals`.
+    """
 
     def __init__(
         self, keys: EncryptionKeys, purpose: str, layout: str, tenant: bytes = b""
@@ -180,10 +191,17 @@ class Sealer:
         self._writes = keys[0].id
         self._bound = b"".join(map(framed, (purpose.encode(), layout.encode(), tenant)))
         info = b"kvoffload-seal " + purpose.encode()
+        self.info = info + b"\1"
+        self.prefix = self._bound + framed(b"")
+        self.secrets = b"".join(key.packed for key in keys)
         self._subkey = lru_cache(_NUM_SUBKEYS)(
             lambda key_id, salt: self._keys[key_id].subkey(salt, info)
         )
         self._has_warned = False
+
+    def begin(self, count: int) -> bytes:
+        """Return new seals without their tags, for as many blocks that are encrypted elsewhere."""
+        return b"".join([self._writes + _nonces.take() for _ in range(count)])
 
     def sealing(self, key: bytes, header: bytes = b"") -> Sealing:
         """Return new parameters to seal a block; `header` is authenticated, too."""
