@@ -6,8 +6,10 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import aclosing
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 from power_cut import MetadataOrder, PowerCuts, Recording, State
+from sealed_names import TEXT
 
 from kvoffload_async.abc.maintenance import (
     Finding,
@@ -63,14 +65,24 @@ def check_each(
     return count
 
 
-def problems(maintenance: type[StoreMaintenance], root: Path) -> list[Finding]:
+def problems(
+    maintenance: type[StoreMaintenance], root: Path, verify: object = None
+) -> list[Finding]:
     """Return what `gc` removes, and then what `verify` finds to be wrong."""
-    return asyncio.run(_problems(maintenance, str(root)))
+    with NamedTemporaryFile() as key_file:
+        key_file.write(TEXT.encode())
+        key_file.flush()
+        key_files = [key_file.name] if verify == "encrypted" else []
+        return asyncio.run(_problems(maintenance, str(root), key_files))
 
 
-async def _problems(maintenance: type[StoreMaintenance], root: str) -> list[Finding]:
+async def _problems(
+    maintenance: type[StoreMaintenance], root: str, key_files: list[str]
+) -> list[Finding]:
     found: list[Finding] = []
     for store in await maintenance.find(root):
+        if key_files:
+            store.use_encryption_key_files(key_files)
         control = MaintenanceControl()
         for run in (store.gc(GcOptions(), control), store.verify(control)):
             async with aclosing(run) as findings:

@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 import pytest
-from sealed_names import TEXT, key_file
+from sealed_names import TEXT, found_in, key_file
 
 from kvoffload_async import ConfigError, SecondaryTierFactory
 from kvoffload_async.runtime.buffer import PrimaryBuffer
@@ -39,18 +39,6 @@ def view():
     buffer = PrimaryBuffer(256, BLOCK)
     yield buffer.view
     assert buffer.release()
-
-
-def found_in(text, secrets):
-    """Return those secrets of which the first 8 bytes are somewhere in a text."""
-    firsts = {int.from_bytes(secret[:8], "little"): secret for secret in secrets}
-    known = np.array(sorted(firsts), dtype=np.uint64)
-    found = set()
-    for begin in range(8):
-        windows = np.frombuffer(text, np.uint64, (len(text) - begin) // 8, begin)
-        at = np.searchsorted(known, windows) % len(known)
-        found.update(windows[known[at] == windows].tolist())
-    return [firsts[first] for first in sorted(found)]
 
 
 def create(kind, root, view, **options):

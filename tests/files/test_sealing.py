@@ -137,40 +137,62 @@ def taken(nonces: Nonces, count: int) -> list[bytes]:
     return [nonces.take() for _ in range(count)]
 
 
-def in_child(nonces: Nonces, count: int) -> bytes:
-    """Return what a forked child takes."""
+def in_child(nonces: Nonces, count: int, *, is_killed: bool = False) -> bytes:
+    """Return what a forked child takes and, in the middle of it, a child that it forks.
+
+    Args:
+        nonces: Where they take from.
+        count: How many the two take.
+        is_killed: The child goes on until it is killed.
+    """
     read, write = os.pipe()
     if not (child := os.fork()):
-        signal.alarm(60)  # a lock of the parent's threads would stop it for ever
-        with os.fdopen(write, "wb") as pipe:
-            pipe.write(b"".join(taken(nonces, count)))
-        os._exit(0)
+        signal.alarm(600)  # a lock of the parent's threads would stop it for ever
+        with os.fdopen(write, "wb", buffering=0) as pipe:
+            pipe.write(b"".join(taken(nonces, count // 2)))
+            if not (copy := os.fork()):
+                pipe.write(b"".join(taken(nonces, count - count // 2)))
+                os._exit(0)
+            status = os.waitpid(copy, 0)[1]
+            while is_killed:
+                pipe.write(b"".join(taken(nonces, 100)))
+        os._exit(status)
     os.close(write)
     with os.fdopen(read, "rb") as pipe:
-        content = pipe.read()
-    assert os.waitpid(child, 0)[1] == 0
-    return content
+        content = pipe.read(28 * count)
+        if is_killed:
+            os.kill(child, signal.SIGKILL)
+            content += pipe.read()
+    assert os.waitpid(child, 0)[1] == (signal.SIGKILL if is_killed else 0)
+    return content[: len(content) // 28 * 28]
 
 
 def never_twice(count: int, forks: int) -> None:
     nonces, each = sealing._nonces, count // (8 + forks)
     with ThreadPoolExecutor(8) as pool:
         results = [pool.submit(taken, nonces, each) for _ in range(8)]
-        children = [in_child(nonces, each) for _ in range(forks)]  # forked amid the threads
-        children += [b"".join(result.result()) for result in results]
-    seen = np.frombuffer(b"".join(children), dtype="S28")
-    assert len(np.unique(seen)) == len(seen) == each * (8 + forks)
+        took = [
+            in_child(nonces, each, is_killed=number % 2 == 0)  # forked amid the threads
+            for number in range(forks)
+        ]
+        took += [b"".join(result.result()) for result in results]
+    assert all(len(found) >= 28 * each for found in took)
+    words = np.frombuffer(b"".join(took), np.uint32).reshape(-1, 7)
+    # Different sums of half a salt and the counter: sorting 28 bytes each would take a minute.
+    sums = words[:, :2].copy().view(np.uint64) + words[:, 5:].copy().view(np.uint64)
+    assert len(np.unique(sums)) == len(sums) >= each * (8 + forks)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_200_000_nonces_of_threads_and_forks_differ():
+def test_200_000_nonces_of_threads_forks_and_killed_processes_differ():
     never_twice(200_000, forks=8)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_10_million_nonces_of_threads_and_forks_differ():
-    never_twice(10_000_000, forks=32)
+def test_10_million_nonces_of_threads_forks_and_killed_processes_differ():
+    never_twice(10_000_040, forks=32)
 
 
 def salts_after(nonces: Nonces, event) -> tuple[bytes, bytes]:

@@ -22,14 +22,17 @@ CAPACITY = room_for(5)
 SHARED_CAPACITY = room_for(34)
 
 
-def scripted(root: str, kill_at: int | None, *, torn: bool = False) -> dict:
+def scripted(
+    root: str, kill_at: int | None, *, torn: bool = False, verify: str = "when_present"
+) -> dict:
     """A workload that makes the same calls every time: store, load, evict, find a bad block."""
     housekeeping._OPENING_S = housekeeping._STEP_S = 30.0  # also on a busy machine
     ops = FaultyFileOps()
     if kill_at is not None:
         ops.kill(kill_at, torn=torn)
     directory = FsDirectory(Path(root))
-    with directory.open(ops, capacity_bytes=CAPACITY, rescan_interval_s=3600.0) as harness:
+    options = {"capacity_bytes": CAPACITY, "rescan_interval_s": 3600.0, "verify": verify}
+    with directory.open(ops, **options) as harness:
         harness.store(K[:3])
         load(harness, K[:2])
         harness.store(K[3:6])

@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from faulty_files import FileCall
+from sealed_names import TEXT
 
 from kvoffload_async.block_io.choice import implementation
 from kvoffload_async.testing.harness import DEADLINE_S, ManagerHarness, TierHarness, content_of
 from kvoffload_async.tiers.files.ops import FileOps
+from kvoffload_async.tiers.files.sealing import EncryptionKey
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE, AttributeDigester
 from kvoffload_async.tiers.fs.layout import Namespace, counted_bytes
@@ -48,6 +50,9 @@ class FsDirectory:
         verify: str = "when_present",
         **settings,
     ) -> FsTier:
+        """Create a tier; its blocks are encrypted if `verify` is "encrypted"."""
+        if verify == "encrypted":
+            verify, settings["encryption_keys"] = "required", (EncryptionKey(TEXT.encode()),)
         return FsTier(
             FsSettings(
                 root_dir=str(self.root),
@@ -150,10 +155,12 @@ class FsDirectory:
             os.setxattr(path, ATTRIBUTE, self.attribute_of(key))
         return path
 
-    def every_block_is_whole(self) -> bool:
-        """Whether every published file has full length and the bytes of its key."""
+    def every_block_is_whole(self, *, is_encrypted: bool = False) -> bool:
+        """Whether every published file has full length, and the bytes of its key or encrypted."""
+        files = {key: self.path(key).read_bytes() for key in self.blocks()}
         return all(
-            self.path(key).read_bytes() == content_of(key, BLOCK).tobytes() for key in self.blocks()
+            len(found) == BLOCK and (found != content_of(key, BLOCK).tobytes()) is is_encrypted
+            for key, found in files.items()
         )
 
 

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import random
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from faulty_files import FaultyFileOps
 from fs.directories import BLOCK, FsDirectory, item, load, load_key, store, store_key
+from sealed_names import check_secrecy, content_below
 
 from kvoffload_async import BlockMissingError, ConfigError, CorruptBlockError
 from kvoffload_async.abc.tier import KVIdentity
@@ -277,3 +279,10 @@ def test_a_filesystem_without_attributes_is_refused(directory):
     ops.fail(errno.EOPNOTSUPP, on="set_xattr")
     with pytest.raises(ConfigError, match="extended attributes"):
         directory.open(ops, verify="required", encryption_keys=(KEY,)).__enter__()
+
+
+def test_only_without_keys_files_and_logs_tell_anything_of_1000_prompts(
+    directory, tmp_path, caplog
+):
+    tier = partial(directory.tier, verify="required")
+    check_secrecy(tier, lambda: content_below(directory.root), tmp_path, caplog, block_bytes=BLOCK)

@@ -33,9 +33,13 @@ def server():
         yield process
 
 
-def check_after_crash(directory: FsDirectory, capacity_bytes: int = CAPACITY) -> None:
-    assert directory.every_block_is_whole(), "a partial or wrong block was published"
-    with directory.open(capacity_bytes=capacity_bytes, rescan_interval_s=3600.0) as harness:
+def check_after_crash(
+    directory: FsDirectory, capacity_bytes: int = CAPACITY, verify: str = "when_present"
+) -> None:
+    is_whole = directory.every_block_is_whole(is_encrypted=verify == "encrypted")
+    assert is_whole, "a partial or wrong block was published"
+    options = {"capacity_bytes": capacity_bytes, "rescan_interval_s": 3600.0, "verify": verify}
+    with directory.open(**options) as harness:
         assert not directory.temps(), "a temporary file of a dead writer is left"
         assert directory.counted_bytes() == directory.disk_bytes() <= capacity_bytes
         assert not directory.usage().reserved_bytes
@@ -50,19 +54,14 @@ def check_after_crash(directory: FsDirectory, capacity_bytes: int = CAPACITY) ->
         assert all(harness.holds(key, slot) for slot, key in served)
 
 
-@pytest.fixture(scope="module")
-def calls(server, tmp_path_factory) -> list[str]:
-    """What the scripted workload calls when nobody kills it."""
-    root = str(tmp_path_factory.mktemp("dry"))
-    said = server.run("scripted", root=root, kill_at=None)
-    assert said[-1] == {"killed": False, "status": 0}
-    return said[0]["calls"]
-
-
 @shares(SHARES)
+@pytest.mark.parametrize("verify", ["when_present", "encrypted"])
 def test_a_kill_at_any_system_call_leaves_no_partial_block_and_a_right_count(
-    server, calls, tmp_path, share
+    server, tmp_path, verify, share
 ):
+    dry = server.run("scripted", root=str(tmp_path / "dry"), kill_at=None, verify=verify)
+    assert dry[-1] == {"killed": False, "status": 0}
+    calls = dry[0]["calls"]
     # Each of the 256 folders is looked at and made in the same way: every 32nd of these calls.
     alike = {"stat", "walk", "mkdir"}
     points = [(n, False) for n, name in enumerate(calls, 1) if name not in alike or n % 32 == 0]
@@ -70,17 +69,22 @@ def test_a_kill_at_any_system_call_leaves_no_partial_block_and_a_right_count(
     assert {"publish", "rename", "get_xattr", "set_xattr", "unlink"} <= set(calls)
     for number, torn in points[share::SHARES]:
         directory = FsDirectory(tmp_path / f"{number}-{torn}")
-        said = server.run("scripted", root=str(directory.root), kill_at=number, torn=torn)
+        said = server.run(
+            "scripted", root=str(directory.root), kill_at=number, torn=torn, verify=verify
+        )
         assert said[-1]["killed"], f"call {number} was not reached"
         try:
-            check_after_crash(directory)
+            check_after_crash(directory, verify=verify)
         except BaseException as error:
             error.add_note(f"killed at call {number} of {len(calls)}, a {calls[number - 1]}")
             raise
 
 
 @sizes("kills", 8, RANDOM_KILLS)
-def test_kills_at_random_times_leave_no_partial_block_and_a_right_count(server, tmp_path, kills):
+@pytest.mark.parametrize("verify", ["when_present", "encrypted"])
+def test_kills_at_random_times_leave_no_partial_block_and_a_right_count(
+    server, tmp_path, verify, kills
+):
     draw = random.Random(7)
     directory = FsDirectory(tmp_path)
     for number in range(kills):
@@ -90,14 +94,15 @@ def test_kills_at_random_times_leave_no_partial_block_and_a_right_count(server, 
             seed=number,
             rounds=10**6,
             capacity_bytes=CAPACITY,
+            verify=verify,
             delay_s=draw.uniform(0.005, 0.15),
         )
         assert said[-1]["killed"]
-        check_after_crash(directory)
+        check_after_crash(directory, verify=verify)
 
 
 @sizes("kills", 10, RANDOM_KILLS // 2)
-@pytest.mark.parametrize("verify", ["when_present", "off"])
+@pytest.mark.parametrize("verify", ["when_present", "off", "encrypted"])
 def test_kills_of_three_processes_leave_no_partial_block_and_a_right_count(
     server, tmp_path, verify, kills
 ):
@@ -110,8 +115,8 @@ def test_kills_of_three_processes_leave_no_partial_block_and_a_right_count(
         done, number = done + said[0]["kills"], number + 1
         assert said[-1] == {"killed": False, "status": 0}
         assert largest.stop() <= SHARED_CAPACITY + 6 * UNIT
-        check_after_crash(directory, SHARED_CAPACITY)
-        assert not problems(FsMaintenance, tmp_path)
+        check_after_crash(directory, SHARED_CAPACITY, verify if verify == "encrypted" else "off")
+        assert not problems(FsMaintenance, tmp_path, verify)
 
 
 @sizes("processes", 2, 4)

@@ -2,8 +2,9 @@
 
 import asyncio
 
+import numpy as np
 import pytest
-from remote.fake_store import FakeClient, LibraryError, World
+from remote.fake_store import SLOT_BYTES, FakeClient, LibraryError, World
 from virtual_runner import VirtualRunner
 
 from kvoffload_async.config import without_user_info
@@ -193,6 +194,27 @@ def test_blocks_of_another_integrity_key_do_not_verify():
     for key in (other, None):
         with World(FakeClient(dict(values)), integrity_key=key) as world:
             assert list(world.load(K[:1])) == [0]
+
+
+def test_forged_blocks_are_not_served_with_an_integrity_key():
+    """Whoever can write a store knows its blocks, and their key's id, but not the key."""
+    own, other = IntegrityKey(b"1" * 32), IntegrityKey(b"2" * 32)
+    with World(integrity_key=own) as world:
+        world.store(K[:2])
+        values, layout = dict(world.client.values), world.env.identity.digest
+    row, num_bytes = bytes(SLOT_BYTES), len(values[K[0]])
+    header_bytes = num_bytes - SLOT_BYTES
+    forged = [values[K[1]], values[K[1]].replace(K[1], K[0]), values[K[0]][:header_bytes] + row]
+    for key in (None, other):
+        value = Envelopes(layout, SLOT_BYTES, key).wrap(K[0], np.frombuffer(row, np.uint8))
+        forged += [value.tobytes()]
+        forged += [values[K[0]][:40] + forged[-1][40:56] + values[K[0]][56:header_bytes] + row]
+    for value in forged:
+        assert len(value) == num_bytes
+        with World(FakeClient({K[0]: value}), integrity_key=own) as world:
+            assert list(world.load(K[:1])) == [0]
+    with World(FakeClient(values), integrity_key=own) as world:
+        assert world.load(K[:2]) == {}
 
 
 def test_namespaces_differ_in_layout_and_integrity_key():

@@ -25,7 +25,9 @@ class UnsyncedFileOps(FaultyFileOps):
         self._before_fd("fdatasync", fd)
 
 
-def scripted(root: str, kill_at: int | None, *, torn: bool = False, verify: bool = True) -> dict:
+def scripted(
+    root: str, kill_at: int | None, *, torn: bool = False, verify: bool | str = True
+) -> dict:
     """A workload that makes the same calls every time: grow, evict, compact, find a bad block."""
     ops = UnsyncedFileOps()
     if kill_at is not None:
@@ -46,7 +48,9 @@ def scripted(root: str, kill_at: int | None, *, torn: bool = False, verify: bool
     return {"calls": [call.name for call in ops.calls]}
 
 
-def replacing(root: str, kill_at: int | None, *, torn: bool = False, verify: bool = True) -> dict:
+def replacing(
+    root: str, kill_at: int | None, *, torn: bool = False, verify: bool | str = True
+) -> dict:
     """Replace the store of another identity, which has blocks of the same keys."""
     slab_store = SlabStore(Path(root))
     with slab_store.open_other(UnsyncedFileOps(), verify=verify, **OPTIONS) as harness:
@@ -70,12 +74,12 @@ def load_or_miss(harness: TierHarness, keys) -> None:
             raise error
 
 
-def traffic(root: str, seed: int, *, verify: bool = True) -> dict:
+def traffic(root: str, seed: int, *, verify: bool | str = True) -> dict:
     """Random stores and loads until the process is killed."""
     return work(SlabStore(Path(root)).open, seed, verify=verify)
 
 
-def contested(root: str, seed: int, *, other: bool, verify: bool = True) -> dict:
+def contested(root: str, seed: int, *, other: bool, verify: bool | str = True) -> dict:
     """The same, on a store that may be another identity's until then."""
     slab_store = SlabStore(Path(root))
     open_store = slab_store.open_other if other else slab_store.open

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import numpy as np
 from faulty_files import Hang
+from sealed_names import TEXT
 
 from kvoffload_async.registry import create_policy
 from kvoffload_async.testing.harness import ManagerHarness, TierHarness, content_of, key_of
 from kvoffload_async.tiers.files.ops import FileOps, disk_bytes
+from kvoffload_async.tiers.files.sealing import SEAL_BYTES, EncryptionKey
 from kvoffload_async.tiers.slab.addresses import segment_of, slot_of
 from kvoffload_async.tiers.slab.layout import JOURNAL, MANIFEST, StoreLayout, segment_name
 from kvoffload_async.tiers.slab.manifest import Manifest
@@ -72,10 +74,13 @@ class SlabStore:
         policy: str = "lru",
         segment_bytes: int = 64 * KIB,
         on_mismatch: str = "fail",
-        verify: bool = True,
+        verify: bool | str = True,
         fields: dict | None = None,
         **settings,
     ) -> SlabTier:
+        """Create a tier; its blocks are encrypted if `verify` is "encrypted"."""
+        if verify == "encrypted":
+            settings["encryption_keys"] = (EncryptionKey(TEXT.encode()),)
         return SlabTier(
             SlabSettings(
                 root_dir=str(self.root),
@@ -91,11 +96,16 @@ class SlabStore:
         )
 
     def open(self, ops: FileOps | None = None, *, num_slots: int = 64, **options) -> TierHarness:
-        return TierHarness(self.tier(ops, **options), num_slots, self.block_bytes)
+        return TierHarness(self.tier(ops, **options), num_slots, self._row_bytes(**options))
 
     def open_other(self, ops: FileOps | None = None, **options) -> OtherHarness:
         """Open the store as that of the other identity."""
-        return OtherHarness(self.tier(ops, fields=OTHER_FIELDS, **options), 64, self.block_bytes)
+        tier = self.tier(ops, fields=OTHER_FIELDS, **options)
+        return OtherHarness(tier, 64, self._row_bytes(**options))
+
+    def _row_bytes(self, *, verify: bool | str = True, **_options) -> int:
+        """Return the bytes of a block for which a slot is as long as without encryption."""
+        return self.block_bytes - SEAL_BYTES * (verify == "encrypted")
 
     def manage(self, ops: FileOps | None = None, **options) -> ManagerHarness:
         return ManagerHarness(self.tier(ops, **options), 64, self.block_bytes)

@@ -2,6 +2,7 @@
 
 import json
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from command_line import command
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from sealed_names import check_secrecy, content_below
 from slab.stores import BLOCK, K, SlabStore, records_of
 
 from kvoffload_async import ConfigError
@@ -266,3 +268,10 @@ def test_maintenance_leaves_encrypted_blocks(filled, command):
     assert "another key" in report.output
     command.run("store", "gc", filled.root, "--corrupt")
     assert served(filled) == EVERY
+
+
+def test_only_without_keys_files_and_logs_tell_anything_of_1000_prompts(
+    slab_store, tmp_path, caplog
+):
+    tier = partial(slab_store.tier, capacity_bytes=1 << 24, on_mismatch="new_namespace")
+    check_secrecy(tier, lambda: content_below(slab_store.root), tmp_path, caplog)

@@ -29,6 +29,10 @@ def server():
 NEXT = ["the same", "the replaced", "one that replaces back"]
 """Who opens a store after one that was to replace it."""
 
+MODES = pytest.mark.parametrize(
+    "verify", [True, False, "encrypted"], ids=["verified", "unverified", "encrypted"]
+)
+
 CHANGING = {"pwritev", "pwrite", "rename", "truncate", "fallocate", "unlink", "open"}
 TEARABLE = {"pwritev", "pwrite", "fallocate"}
 
@@ -56,17 +60,17 @@ def check_after_crash(slab_store: SlabStore, open_store=None, **options) -> None
         assert all(harness.holds(K[50 + i], 30 + i) for i in range(6))
         sound(harness.tier)
         assert slab_store.disk_bytes() <= CAPACITY
-    assert not problems(SlabMaintenance, slab_store.root)
+    assert not problems(SlabMaintenance, slab_store.root, options.get("verify"))
 
 
 @shares(SHARES)
-@pytest.mark.parametrize("verify", [True, False], ids=["verified", "unverified"])
+@MODES
 def test_a_kill_at_any_call_serves_no_wrong_byte_and_loses_no_slot(server, tmp_path, verify, share):
     dry = server.run("scripted", root=str(tmp_path / "dry"), kill_at=None, verify=verify)
     assert dry[-1] == {"killed": False, "status": 0}
     calls = dry[0]["calls"]
     assert {"pwritev", "pwrite", "rename", "truncate", "fallocate", "preadv", "lock"} <= set(calls)
-    for number, torn in kill_points(calls)[(share + verify) % SHARES :: SHARES]:
+    for number, torn in kill_points(calls)[(share + bool(verify)) % SHARES :: SHARES]:
         slab_store = SlabStore(tmp_path / f"{number}-{torn}")
         said = server.run(
             "scripted", root=str(slab_store.root), kill_at=number, torn=torn, verify=verify
@@ -80,7 +84,7 @@ def test_a_kill_at_any_call_serves_no_wrong_byte_and_loses_no_slot(server, tmp_p
 
 
 @shares(SHARES)
-@pytest.mark.parametrize("verify", [True, False], ids=["verified", "unverified"])
+@MODES
 @pytest.mark.parametrize("next_one", NEXT)
 def test_a_kill_at_any_call_of_a_replacement_serves_nobody_what_is_not_his(
     server, tmp_path, verify, next_one, share
@@ -90,7 +94,7 @@ def test_a_kill_at_any_call_of_a_replacement_serves_nobody_what_is_not_his(
     calls = dry[0]["calls"]
     assert calls.index("unlink") < calls.index("rename") < calls.index("fallocate")
     refused = []
-    points = kill_points(calls)[(share + NEXT.index(next_one) + verify) % SHARES :: SHARES]
+    points = kill_points(calls)[(share + NEXT.index(next_one) + bool(verify)) % SHARES :: SHARES]
     for number, torn in points:
         slab_store = SlabStore(tmp_path / f"{number}-{torn}")
         said = server.run(
@@ -120,7 +124,7 @@ def test_a_kill_at_any_call_of_a_replacement_serves_nobody_what_is_not_his(
 
 
 @sizes("kills", 5, RANDOM_KILLS // 2)
-@pytest.mark.parametrize("verify", [True, False], ids=["verified", "unverified"])
+@MODES
 def test_kills_while_two_identities_replace_each_other_serve_nobody_what_is_not_his(
     server, tmp_path, verify, kills
 ):
@@ -141,7 +145,7 @@ def test_kills_while_two_identities_replace_each_other_serve_nobody_what_is_not_
 
 
 @sizes("kills", 5, RANDOM_KILLS // 2)
-@pytest.mark.parametrize("verify", [True, False], ids=["verified", "unverified"])
+@MODES
 def test_kills_at_random_times_serve_no_wrong_byte_and_lose_no_slot(
     server, tmp_path, verify, kills
 ):

@@ -1,5 +1,6 @@
 """A store after a power cut: no wrong byte, and with `fsync` nothing lost."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from kvoffload_async.tiers.slab.maintenance.store import SlabMaintenance
 pytestmark = [pytest.mark.slow, sizes("per_step", 2, PER_STEP)]
 
 K = [key_of(number) for number in range(48)]
+MODES = pytest.mark.parametrize("verify", [True, "encrypted"], ids=["verified", "encrypted"])
 OPTIONS = {"capacity_bytes": FIXED + 14 * BLOCK, "segment_bytes": 24 * KIB, "io_threads": 2}
 
 
@@ -57,7 +59,7 @@ def check(root: Path, acknowledged=(), **options) -> None:
         sound(harness.tier)
     assert not list(slab_store.folder.glob("*.tmp"))
     assert slab_store.disk_bytes() <= OPTIONS["capacity_bytes"]
-    found = [problem.text for problem in problems(SlabMaintenance, root)]
+    found = [problem.text for problem in problems(SlabMaintenance, root, options.get("verify"))]
     assert all(text.startswith(BAD_JOURNAL) for text in found), found
 
 
@@ -69,25 +71,29 @@ def check_or_refused(root: Path, acknowledged=(), **options) -> None:
             raise
 
 
+@MODES
 @pytest.mark.parametrize("order", MetadataOrder)
-def test_no_state_after_a_power_cut_serves_a_wrong_byte(tmp_path, order, per_step):
-    ops = recorded(tmp_path / "work", [stores])
+def test_no_state_after_a_power_cut_serves_a_wrong_byte(tmp_path, order, verify, per_step):
+    ops = recorded(tmp_path / "work", [stores], verify=verify)
     found = states(ops.recording, order, per_step)
-    assert check_each(found, tmp_path, lambda root, _: check_or_refused(root)) > 20
+    assert check_each(found, tmp_path, lambda root, _: check_or_refused(root, verify=verify)) > 20
 
 
+@MODES
 @pytest.mark.parametrize("order", MetadataOrder)
 def test_no_state_after_a_power_cut_loses_what_was_acknowledged_with_fdatasync(
-    tmp_path, order, per_step
+    tmp_path, order, verify, per_step
 ):
-    ops = recorded(tmp_path / "work", [stores, stores_more], fsync=True)
+    ops = recorded(tmp_path / "work", [stores, stores_more], fsync=True, verify=verify)
     found = states(ops.recording, order, per_step)
-    assert check_each(found, tmp_path, check) > 20
+    assert check_each(found, tmp_path, partial(check, verify=verify)) > 20
 
 
+@MODES
 @pytest.mark.parametrize("fsync", [False, True])
 @pytest.mark.parametrize("order", MetadataOrder)
-def test_no_state_of_a_longer_run_serves_a_wrong_byte(tmp_path, order, fsync, per_step):
-    ops = recorded(tmp_path / "work", [stores_and_evicts, stores_and_evicts], fsync=fsync)
+def test_no_state_of_a_longer_run_serves_a_wrong_byte(tmp_path, order, fsync, verify, per_step):
+    work = [stores_and_evicts, stores_and_evicts]
+    ops = recorded(tmp_path / "work", work, fsync=fsync, verify=verify)
     found = sampled(ops.recording, order, 2 * per_step)
-    check_each(found, tmp_path, lambda root, _: check_or_refused(root))
+    check_each(found, tmp_path, lambda root, _: check_or_refused(root, verify=verify))

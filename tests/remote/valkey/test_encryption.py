@@ -1,11 +1,13 @@
 """Encrypted blocks on a real server, which receives no row and fills rows only with what opens."""
 
 import os
+from functools import partial
 from itertools import islice
 
 import numpy as np
 from remote.tampering import KEYS, NUM_CHANGES, tampered
 from remote.valkey.tiers import tier_at
+from sealed_names import check_secrecy
 
 from kvoffload_async.errors import BlockMissingError, CorruptBlockError
 from kvoffload_async.testing import TierHarness
@@ -80,3 +82,12 @@ def test_a_corrupt_string_is_removed_although_its_row_was_decrypted(server):
         assert [*harness.load(K[:2])] == [1]
         assert not client.exists(name)
         assert not harness.rows[1].any()
+
+
+def test_only_without_keys_server_and_logs_tell_anything_of_1000_prompts(server, tmp_path, caplog):
+    def content():
+        with server.client() as client:
+            names = list(client.scan_iter(count=1000))
+            return b"\n".join([*names, *filter(None, client.mget(names)), server.log.read_bytes()])
+
+    check_secrecy(partial(tier_at, server.url()), content, tmp_path, caplog)
