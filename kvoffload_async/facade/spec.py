@@ -10,12 +10,19 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from kvoffload_async.abc.transport import Transport
 from kvoffload_async.config import OffloadConfig
 from kvoffload_async.core.health import BreakerSettings
+from kvoffload_async.core.primary import Tenancy
 from kvoffload_async.errors import ClosedError, ConfigError, naming_shortage
 from kvoffload_async.facade.connector.worker import OffloadingConnectorWorker
 from kvoffload_async.facade.driver import PlannerDriver
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.facade.tier_factory import check_tiers, naming_tier, reuse_capacity
+from kvoffload_async.facade.tenants import Tenants, check_keys_differ
+from kvoffload_async.facade.tier_factory import (
+    check_tiers,
+    naming_tier,
+    reuse_capacity,
+    with_quotas,
+)
 from kvoffload_async.facade.tier_group import UnopenedTier, close_unused, create_tier, tiers_text
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.registry import check_policy
@@ -44,6 +51,7 @@ class _Spec(ABC):
         config: The configuration.
         stride_bytes: Bytes per slot: one cell per worker, padded to whole pages.
         num_blocks: Slots of the primary.
+        tenants: The tenants; None: the option `tenants` is not given.
         accepts_prefixes: Whether a store that does not fit is granted in part, since the scheduler
             offers the rest again.
     """
@@ -69,7 +77,17 @@ class _Spec(ABC):
                     f"cpu_bytes_to_use: {self.config.cpu_bytes_to_use} bytes are more than "
                     f"{limit.name}, which is {limit.size_bytes} bytes; use less"
                 )
-        check_tiers(self.config.secondary_tiers, self.config, memory_bytes=memory_bytes)
+        tiers: Sequence[Mapping[str, Any]] = self.config.secondary_tiers
+        self.tenants: Tenants | None = None
+        self._tenancy: Tenancy | None = None
+        if self.config.tenants is not None:
+            self.tenants = tenants = Tenants(self.config.tenants, self.config.unknown_tenant)
+            slots = tenants.quotas.blocks(self.num_blocks, self.stride_bytes, "cpu_bytes_to_use")
+            self._tenancy = Tenancy(slots, tenants.tenant_of, tenants.names)
+            tiers = with_quotas(tiers, tenants.quotas)
+        check_tiers(tiers, self.config, memory_bytes=memory_bytes)
+        if self.tenants is not None:
+            check_keys_differ(self.tenants.options, tiers)
 
     def __repr__(self) -> str:
         tiers = tiers_text([str(tier["type"]) for tier in self.config.secondary_tiers])
@@ -166,14 +184,17 @@ class _Spec(ABC):
 
     def _create_primary(self) -> CPUPrimaryTierOffloadingManager:
         config, buffer = self.config, self._create_buffer()
-        return CPUPrimaryTierOffloadingManager(
+        primary = CPUPrimaryTierOffloadingManager(
             self.num_blocks,
             cache_policy=config.eviction_policy,
             buffer=buffer,
             accept_prefix=self.accepts_prefixes,
             store_threshold=config.store_threshold,
             enable_events=config.enable_kv_cache_events,
+            tenancy=self._tenancy,
         )
+        primary.tenants = self.tenants
+        return primary
 
 
 class CPUOffloadingSpec(_Spec):
@@ -342,6 +363,8 @@ class TieringOffloadingSpec(_Spec):
         tiers: list[SecondaryTierManager | UnopenedTier] = []
         try:
             tier_configs = self._tier_configs()
+            if self.tenants is not None:
+                tier_configs = with_quotas(tier_configs, self.tenants.quotas)
             for index, tier_config in enumerate(tier_configs):
                 with naming_tier(index, tier_config):
                     tiers.append(create_tier(tier_config, primary.get_primary_kv_view(), self))

@@ -8,12 +8,15 @@ Without tenants, keys have no tags.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
-from kvoffload_async.config import DEFAULT_TENANT, TenantOptions, UnknownTenant
+from kvoffload_async.config import DEFAULT_TENANT, TenantOptions, UnknownTenant, parse_files
+from kvoffload_async.errors import ConfigError, StateError
 from kvoffload_async.policies.tenants import TenantQuotas
-from kvoffload_async.types import OffloadKey
+from kvoffload_async.tiers.files.digests import read_secret
+from kvoffload_async.types import OffloadingEvent, OffloadKey
 
 TENANT_TAG_BYTES: Final = 8
 _TAG: Final = slice(1, 1 + TENANT_TAG_BYTES)
@@ -38,8 +41,9 @@ class Tenants:
         self.names = tuple(each.name for each in self.options)
         self._index = {name: index for index, name in enumerate(self.names)}
         self._tags = [_tag(name) for name in self.names]
+        self._indices = {tag: index for index, tag in enumerate(self._tags)}
         self._unknown_index = 0 if unknown is UnknownTenant.DEFAULT else None
-        self.tenant_of = _tenant_of({tag: index for index, tag in enumerate(self._tags)})
+        self.tenant_of = _tenant_of(self._indices)
         self.quotas = TenantQuotas([each.quota_bytes for each in self.options], self.tenant_of)
 
     def index_of(self, name: object) -> int | None:
@@ -50,6 +54,16 @@ class Tenants:
         if isinstance(name, str) and len(name) <= _MAX_NAME_CHARS:
             return self._index.get(name, self._unknown_index)
         return self._unknown_index
+
+    def named(self, name: object) -> int:
+        """Return the index of a tenant; raises StateError for an unknown one. None: the default."""
+        index = 0 if name is None else self._index.get(name) if isinstance(name, str) else None
+        if index is None:
+            raise StateError(
+                f"tenant: {str(name)[:_MAX_NAME_CHARS]!r} is not valid; give one of "
+                f"{', '.join(self.names)}"
+            )
+        return index
 
     def tag(self, index: int) -> bytes:
         """Return a tenant's tag."""
@@ -63,10 +77,49 @@ class Tenants:
         """Return whether a tagged key is of a tenant."""
         return key[_TAG] == self._tags[index]
 
+    def untag(self, event: OffloadingEvent) -> Iterator[OffloadingEvent]:
+        """Yield the parts of an event by tenant, with keys that have no tag.
+
+        Keys with an unknown tag stay as they are, in a part without a tenant.
+        """
+        parts: dict[int | None, list[OffloadKey]] = {}
+        for key in event.keys:
+            index = self._indices.get(key[_TAG])
+            parts.setdefault(index, []).append(key if index is None else untagged(key))
+        restarts = event.restarts
+        for index, keys in parts.items() or [(None, [])]:
+            tenant = None if index is None else self.names[index]
+            yield replace(event, keys=keys, tenant=tenant, restarts=restarts)
+            restarts = False
+
 
 def untagged(key: OffloadKey) -> OffloadKey:
     """Return the key without a tenant, given a tagged one."""
     return OffloadKey(key[:1] + key[_TAG.stop :])
+
+
+def check_keys_differ(
+    tenants: Sequence[TenantOptions], tiers: Sequence[Mapping[str, object]]
+) -> None:
+    """Check that no key of a tenant is another's, or one that the tiers have of their own.
+
+    Raises:
+        ConfigError: It is, or a file is unusable.
+    """
+    for option in ("encryption_key_file", "name_key_file"):
+        given = [(f"secondary_tiers[{i}]", "", tier.get(option)) for i, tier in enumerate(tiers)]
+        for each in tenants:
+            paths = getattr(each, f"{option}s")
+            given.append((f"tenants[{each.name!r}]", each.name, paths))
+        owners: dict[bytes, tuple[str, str]] = {}
+        for place, owner, paths in given:
+            for path in () if paths is None else parse_files(paths, option):
+                other, first = owners.setdefault(read_secret(path, option), (owner, place))
+                if other != owner:
+                    raise ConfigError(
+                        f"{place}.{option}: {path!r} has the same key as that of {first}; give "
+                        "each tenant a key of its own"
+                    )
 
 
 def _tag(name: str) -> bytes:

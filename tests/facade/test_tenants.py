@@ -9,6 +9,7 @@ from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 from kvoffload_async.facade.tier_factory import check_tiers, with_quotas
 from kvoffload_async.observe.prometheus import METRICS
 from kvoffload_async.policies.tenants import TenantQuotas
+from kvoffload_async.statistics import TenantStatistics
 from kvoffload_async.types import ReqContext, make_offload_key
 
 
@@ -23,7 +24,7 @@ def of_first_byte(key):
 @pytest.mark.parametrize("policy", ["lru", "arc", "hd"])
 def test_a_tenant_keeps_to_its_slots_of_the_primary(policy):
     manager = CPUPrimaryTierOffloadingManager(
-        8, cache_policy=policy, tenancy=Tenancy([3, 5], of_first_byte)
+        8, cache_policy=policy, tenancy=Tenancy([3, 5], of_first_byte, "ab")
     )
     for tenant, count in (1, 4), (0, 300):
         for number in range(count):
@@ -36,9 +37,14 @@ def test_a_tenant_keeps_to_its_slots_of_the_primary(policy):
     manager.on_new_request(ctx)
     assert [manager.lookup(k(1, number), ctx) for number in range(4)] == [HIT] * 4
     assert manager.lookup(k(0, 0), ctx) is MISS
-    assert manager.stats().primary.tenant_slots == {0: 3, 1: 4}
-    metric = next(each for each in METRICS if each.name == "kvoffload_primary_tenant_slots")
-    assert list(metric.read(manager.stats())) == [((0,), 3), ((1,), 4)]
+    stats = manager.stats()
+    assert stats.primary.tenants == {
+        "a": TenantStatistics(3, 3, 300, 0, 297),
+        "b": TenantStatistics(5, 4, 4, 0, 0),
+    }
+    read = {each.name.removeprefix("kvoffload_tenant_"): each.read for each in METRICS}
+    assert list(read["used_slots"](stats)) == [(("a",), 3), (("b",), 4)]
+    assert list(read["evicted_blocks_total"](stats)) == [(("a",), 297), (("b",), 0)]
 
 
 def test_only_tiers_that_divide_their_capacity_take_quotas(tmp_path):
