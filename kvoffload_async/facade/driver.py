@@ -425,7 +425,7 @@ class PlannerDriver:
         """Return the object that accepts commands for `cache` from other threads, from now on."""
         if self.commands is None:
             wake = (lambda: None) if self._bridge is None else self._bridge.runner.notify
-            self.commands = CacheCommands(self.cache, self._make_key, wake)
+            self.commands = CacheCommands(self.cache, self._make_key, self.owner_test, wake)
         return self.commands
 
     def invalidate(self, generation: int | str) -> None:
@@ -560,8 +560,9 @@ class PlannerDriver:
 
     # -- internal -------------------------------------------------------------------------------
 
-    def _make_key(self, block_hash: bytes, group: int) -> OffloadKey:
-        return self.generation.key(block_hash, group)
+    def _make_key(self, block_hash: bytes, group: int, tenant: str | None) -> OffloadKey:
+        (key,) = self.make_keys([block_hash], self.named_tenant(tenant), group)
+        return key
 
     @property
     def _manages(self) -> bool:
