@@ -35,6 +35,8 @@ class SlidingWindow(NamedTuple):
     num_blocks: int
 
 
+TENANT_TAG: Final = slice(1, 9)
+"""Where a key has its tenant's tag, if there are tenants."""
 ENGINE_REQ_ID: Final = "kvoffload_async:engine"
 """The `req_id` of the engine's own work: late cascades, and the `touch` calls of tiers.
 

@@ -16,10 +16,8 @@ from kvoffload_async.config import DEFAULT_TENANT, TenantOptions, UnknownTenant,
 from kvoffload_async.errors import ConfigError, StateError
 from kvoffload_async.policies.tenants import TenantQuotas
 from kvoffload_async.tiers.files.digests import read_secret
-from kvoffload_async.types import OffloadingEvent, OffloadKey
+from kvoffload_async.types import TENANT_TAG, OffloadingEvent, OffloadKey
 
-TENANT_TAG_BYTES: Final = 8
-_TAG: Final = slice(1, 1 + TENANT_TAG_BYTES)
 _MAX_NAME_CHARS: Final = 255
 
 
@@ -40,7 +38,7 @@ class Tenants:
             self.options.insert(0, TenantOptions(name=DEFAULT_TENANT))
         self.names = tuple(each.name for each in self.options)
         self._index = {name: index for index, name in enumerate(self.names)}
-        self._tags = [_tag(name) for name in self.names]
+        self._tags = [tag_of(name) for name in self.names]
         self._indices = {tag: index for index, tag in enumerate(self._tags)}
         self._unknown_index = 0 if unknown is UnknownTenant.DEFAULT else None
         self.tenant_of = _tenant_of(self._indices)
@@ -75,7 +73,7 @@ class Tenants:
 
     def owns(self, key: OffloadKey, index: int) -> bool:
         """Return whether a tagged key is of a tenant."""
-        return key[_TAG] == self._tags[index]
+        return key[TENANT_TAG] == self._tags[index]
 
     def untag(self, event: OffloadingEvent) -> Iterator[OffloadingEvent]:
         """Yield the parts of an event by tenant, with keys that have no tag.
@@ -84,7 +82,7 @@ class Tenants:
         """
         parts: dict[int | None, list[OffloadKey]] = {}
         for key in event.keys:
-            index = self._indices.get(key[_TAG])
+            index = self._indices.get(key[TENANT_TAG])
             parts.setdefault(index, []).append(key if index is None else untagged(key))
         restarts = event.restarts
         for index, keys in parts.items() or [(None, [])]:
@@ -95,7 +93,7 @@ class Tenants:
 
 def untagged(key: OffloadKey) -> OffloadKey:
     """Return the key without a tenant, given a tagged one."""
-    return OffloadKey(key[:1] + key[_TAG.stop :])
+    return OffloadKey(key[:1] + key[TENANT_TAG.stop :])
 
 
 def check_keys_differ(
@@ -122,12 +120,14 @@ def check_keys_differ(
                     )
 
 
-def _tag(name: str) -> bytes:
+def tag_of(name: str) -> bytes:
+    """Return the tag in the keys of the tenant of this name."""
+    num_bytes = TENANT_TAG.stop - TENANT_TAG.start
     return hashlib.blake2b(
-        name.encode(), digest_size=TENANT_TAG_BYTES, person=b"kvoffload-tenant"
+        name.encode(), digest_size=num_bytes, person=b"kvoffload-tenant"
     ).digest()
 
 
 def _tenant_of(indices: dict[bytes, int]) -> Callable[[OffloadKey], int]:
     get = indices.get
-    return lambda key: get(key[_TAG], 0)
+    return lambda key: get(key[TENANT_TAG], 0)
