@@ -33,6 +33,7 @@ from kvoffload_async.facade.primary import (
     primary_text,
 )
 from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.facade.tenants import Tenants
 from kvoffload_async.facade.tier_group import (
     POLL_S,
     LossWarnings,
@@ -85,7 +86,10 @@ class PlannerDriver:
         recorder: Records the timelines of the last `explain_requests` requests; None: it is off.
         generation: Creates the blocks' keys. Read it once when a request begins, and use it for
             all keys of that request.
+        tenants: The engine's tenants; None: it has none.
     """
+
+    tenants: Tenants | None = None
 
     def __init__(
         self,

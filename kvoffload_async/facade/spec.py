@@ -15,6 +15,7 @@ from kvoffload_async.facade.connector.worker import OffloadingConnectorWorker
 from kvoffload_async.facade.driver import PlannerDriver
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 from kvoffload_async.facade.secondary import SecondaryTierManager
+from kvoffload_async.facade.tenants import Tenants
 from kvoffload_async.facade.tier_factory import check_tiers, naming_tier, reuse_capacity
 from kvoffload_async.facade.tier_group import UnopenedTier, close_unused, create_tier, tiers_text
 from kvoffload_async.facade.tiering import TieringOffloadingManager
@@ -353,7 +354,7 @@ class TieringOffloadingSpec(_Spec):
                 close_unused(tier, config.shutdown_timeout_s)
             primary.shutdown()
             raise
-        return kind(
+        driver = kind(
             primary,
             tiers,
             bridge=self.runtime,
@@ -370,6 +371,8 @@ class TieringOffloadingSpec(_Spec):
                 reuse_capacity(tier_config, self.stride_bytes) for tier_config in tier_configs
             ],
         )
+        driver.tenants = Tenants(config.tenants, config.unknown_tenant) if config.tenants else None
+        return driver
 
 
 _STOP_THREADS_S = 0.5
