@@ -33,7 +33,6 @@ from kvoffload_async.facade.primary import (
     primary_text,
 )
 from kvoffload_async.facade.secondary import SecondaryTierManager
-from kvoffload_async.facade.tenants import Tenants
 from kvoffload_async.facade.tier_group import (
     POLL_S,
     LossWarnings,
@@ -86,10 +85,9 @@ class PlannerDriver:
         recorder: Records the timelines of the last `explain_requests` requests; None: it is off.
         generation: Creates the blocks' keys. Read it once when a request begins, and use it for
             all keys of that request.
-        tenants: The engine's tenants; None: it has none.
+        tenants: The tenants, of whom each has keys of its own; None: the option `tenants` is not
+            given.
     """
-
-    tenants: Tenants | None = None
 
     def __init__(
         self,
@@ -129,6 +127,7 @@ class PlannerDriver:
                 for the others; empty: all tiers store everything.
         """
         self.generation = Generation(generation)
+        self.tenants = primary.tenants
         self._primary = primary
         self._bridge = bridge
         self._clock = clock

@@ -167,7 +167,7 @@ class _Spec(ABC):
 
     def _create_primary(self) -> CPUPrimaryTierOffloadingManager:
         config, buffer = self.config, self._create_buffer()
-        return CPUPrimaryTierOffloadingManager(
+        primary = CPUPrimaryTierOffloadingManager(
             self.num_blocks,
             cache_policy=config.eviction_policy,
             buffer=buffer,
@@ -175,6 +175,8 @@ class _Spec(ABC):
             store_threshold=config.store_threshold,
             enable_events=config.enable_kv_cache_events,
         )
+        primary.tenants = Tenants(config.tenants, config.unknown_tenant) if config.tenants else None
+        return primary
 
 
 class CPUOffloadingSpec(_Spec):
@@ -354,7 +356,7 @@ class TieringOffloadingSpec(_Spec):
                 close_unused(tier, config.shutdown_timeout_s)
             primary.shutdown()
             raise
-        driver = kind(
+        return kind(
             primary,
             tiers,
             bridge=self.runtime,
@@ -371,8 +373,6 @@ class TieringOffloadingSpec(_Spec):
                 reuse_capacity(tier_config, self.stride_bytes) for tier_config in tier_configs
             ],
         )
-        driver.tenants = Tenants(config.tenants, config.unknown_tenant) if config.tenants else None
-        return driver
 
 
 _STOP_THREADS_S = 0.5
