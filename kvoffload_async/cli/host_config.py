@@ -33,6 +33,7 @@ from kvoffload_async.integrations.vllm.options import (
     EXTRA,
     NAMES_UNDER_VLLM,
     OFFLOADING_CONNECTORS,
+    check_no_tenants,
     check_place_of_options,
     engine_options,
     parse_locality,
@@ -266,6 +267,7 @@ def _under_vllms_spec(name: object, extra: Mapping[str, Any], where: str) -> Hos
         _check_module(extra, "spec_name", "spec_module_path", where)
     _check(extra, _TIERING, where)
     check_place_of_options(extra)
+    check_no_tenants(extra)
     given = extra.get("cpu_bytes_to_use")
     if not given or not _POSITIVE(given):
         remedy = 8 << 30

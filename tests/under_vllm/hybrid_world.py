@@ -27,6 +27,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvoffload_async.facade.tenants import untagged
 from kvoffload_async.integrations.vllm.spec import KVOffloadSpec
 from kvoffload_async.types import (
     get_offload_block_hash,
@@ -128,12 +129,14 @@ class Hybrid:
         self.texts, self._contents = before.texts, before._contents
         self._numbers_of = before._numbers_of
 
-    def arrive(self, tokens, max_tokens=1):
+    def arrive(self, tokens, max_tokens=1, *, salt=None, params=None):
+        extra = None if params is None else {"kv_transfer_params": params}
         request = Request(
             f"r{next(self._numbers)}",
             list(tokens),
-            SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+            SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra),
             None,
+            cache_salt=salt,
             block_hasher=self._hasher,
         )
         self.scheduler.add_request(request)
@@ -183,7 +186,7 @@ class Hybrid:
         for key, slot, refs in self.primary.resident():
             if refs >= 0:
                 group = get_offload_group_idx(key)
-                text = self.texts[get_offload_block_hash(key)]
+                text = self.texts[get_offload_block_hash(self.vllms(key))]
                 size = BLOCK * self.per_chunk
                 pages = self._rows[slot].view(np.int64)[: self.per_chunk * PAGE_TOKENS]
                 numbers = pages.reshape(self.per_chunk, PAGE_TOKENS)[:, :BLOCK].flatten()
@@ -191,6 +194,10 @@ class Hybrid:
                     (group, text[: at + 1]) for at in range(len(text) - size, len(text))
                 ], f"wrong bytes of group {group}"
                 self.compared += 1
+
+    def vllms(self, key):
+        """Return a key of the primary as vLLM has it."""
+        return key if self.connector.manager.manager.tenants is None else untagged(key)
 
     def _compute(self, request, start, count):
         tokens = tuple(request.all_token_ids)

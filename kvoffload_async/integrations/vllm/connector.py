@@ -13,6 +13,7 @@ from vllm.v1.kv_offload import base
 
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.integrations.vllm.manager import KVOffloadManager
+from kvoffload_async.integrations.vllm.tenants import TenantManager
 from kvoffload_async.integrations.vllm.worker import KVOffloadWorker
 from kvoffload_async.types import JobId, LookupResult, OffloadKey, SlidingWindow
 
@@ -94,6 +95,7 @@ class KVOffloadConnector(OffloadingConnector):
         self._loading: dict[JobId, str] = {}
         self._failing: KVOffloadWorker | None = None
         manager = getattr(self.connector_scheduler, "manager", None)
+        self._tenants = manager if isinstance(manager, TenantManager) else None
         self._again: KVOffloadManager | None = None
         self._device_blocks: Any = None  # vLLM's block pool
         if isinstance(manager, KVOffloadManager) and manager.offers_again:
@@ -112,6 +114,8 @@ class KVOffloadConnector(OffloadingConnector):
         vLLM's events describe themselves: a block would be announced before vLLM has looked it up,
         and without its description.
         """
+        if self._tenants is not None:
+            self._tenants.salts[request.request_id] = request.cache_salt
         super().on_new_request(request)
         if self._again is None or request.skip_reading_prefix_cache:
             return

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 from vllm.v1.kv_offload import base
+from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
@@ -24,6 +25,7 @@ from kvoffload_async.abc.tier import Direction
 from kvoffload_async.abc.transport import BlockCopies
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.integrations.vllm.convert import kv_layout, require_announced, transfer
+from kvoffload_async.integrations.vllm.options import check_no_tenants
 from kvoffload_async.transport.host import Copier
 from kvoffload_async.transport.layout import KVLayout
 
@@ -32,6 +34,11 @@ class HostTieringOffloadingSpec(TieringOffloadingSpec):
     """vLLM's spec for host memory; accepts its options."""
 
     _worker: base.OffloadingWorker | None
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        """Check the options; raises ConfigError if there are tenants."""
+        check_no_tenants(config.extra_config)
+        super().__init__(config)
 
     def get_manager(self) -> base.OffloadingManager:
         """Return vLLM's manager; the file of the shared region has been removed by then.

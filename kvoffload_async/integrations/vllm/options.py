@@ -27,6 +27,10 @@ from kvoffload_async.types import Locality
 
 EXTRA: Final = "kv_connector_extra_config"
 
+TENANT_FIELD: Final = "tenant_field"
+_CACHE_SALT: Final = "cache_salt"
+_PARAMETERS: Final = "kv_transfer_params."
+
 VLLMS_OWN: Final = frozenset(
     {
         "block_size",
@@ -76,6 +80,48 @@ def check_place_of_options(extra_config: Mapping[str, Any]) -> None:
             f"{key}: {shown(extra_config[key])} in kv_connector_extra_config has no effect; put it "
             f'into the tier: "secondary_tiers": [{{"type": ..., {json.dumps(key)}: ...}}]'
         )
+
+
+def parse_tenant_field(extra_config: Mapping[str, Any]) -> str | None:
+    """Return the one of `kv_transfer_params` that names a request's tenant.
+
+    None: `cache_salt` does, or there are no tenants.
+
+    Raises:
+        ConfigError: `tenant_field` is invalid, or one of `tenants` and `tenant_field` is missing.
+    """
+    field = extra_config.get(TENANT_FIELD)
+    fields = f'"{_CACHE_SALT}" or "{_PARAMETERS}NAME", in which a trusted gateway names the tenant'
+    if extra_config.get("tenants") is None:
+        if field is not None:
+            raise ConfigError(
+                f"{TENANT_FIELD}: {shown(field)} has no effect without tenants; give tenants, or "
+                "leave it out"
+            )
+        return None
+    if field is None:
+        raise ConfigError(f"{TENANT_FIELD}: missing, but there are tenants; give {fields}")
+    if field == _CACHE_SALT:
+        return None
+    name = field.removeprefix(_PARAMETERS) if isinstance(field, str) else ""
+    if not name or name == field:
+        raise ConfigError(f"{TENANT_FIELD}: {shown(field)} is not valid; give {fields}")
+    if extra_config.get("self_describing_kv_events"):
+        raise ConfigError(
+            f"self_describing_kv_events: tenants of {field} have blocks with equal hashes, which "
+            f'vLLM cannot tell apart; give "{TENANT_FIELD}": "{_CACHE_SALT}", or leave it out'
+        )
+    return name
+
+
+def check_no_tenants(extra_config: Mapping[str, Any]) -> None:
+    """Check that no tenants are given to vLLM's own spec; raises ConfigError."""
+    for key in (TENANT_FIELD, "tenants", "unknown_tenant"):
+        if key in extra_config:
+            raise ConfigError(
+                f"{key}: vLLM's own tiering does not pass on a request's tenant; use "
+                '"spec_name": "KVOffloadSpec", or leave it out'
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +191,8 @@ def engine_options(
     check_place_of_options(extra_config)
     parse_bool(extra_config.get("canonical_layout", False), "canonical_layout")
     own = OffloadConfig.declared().keys() - DECIDED
-    reject_unknown(extra_config, own | VLLMS_OWN, EXTRA)
+    reject_unknown(extra_config, own | VLLMS_OWN | {TENANT_FIELD}, EXTRA)
+    parse_tenant_field(extra_config)
     options = {key: value for key, value in extra_config.items() if key in own}
     identities: list[IdentityOptions | None] = []
     tiers = options.get("secondary_tiers")
@@ -154,6 +201,10 @@ def engine_options(
         for index, tier in enumerate(tiers):
             with naming_tier(index, tier if isinstance(tier, Mapping) else {}):
                 found, identity = own_tier(tier)
+                if identity and identity.trust_vllm_directory and options.get("tenants"):
+                    raise ConfigError(
+                        "trust_vllm_directory: vLLM's blocks have no tenant; remove it, or tenants"
+                    )
             own_tiers.append(found)
             identities.append(identity)
     return options, identities

@@ -14,9 +14,10 @@ host.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,6 +44,7 @@ from kvoffload_async.integrations.vllm.options import (
     OFFLOADING_CONNECTORS,
     OWN_CONNECTOR,
     engine_options,
+    parse_tenant_field,
 )
 from kvoffload_async.integrations.vllm.row_layout import (
     layout_of_canonical_pages,
@@ -50,6 +52,7 @@ from kvoffload_async.integrations.vllm.row_layout import (
     layout_of_pages,
     layout_of_ranks,
 )
+from kvoffload_async.integrations.vllm.tenants import TenantManager
 from kvoffload_async.integrations.vllm.tier_adapter import adapted
 from kvoffload_async.integrations.vllm.token_hashes import token_hasher
 from kvoffload_async.integrations.vllm.version import CONTRACT
@@ -119,7 +122,10 @@ class KVOffloadSpec(base.OffloadingSpec):
             if manager.commands is not None:
                 manager.commands.hash_tokens = self._token_hasher()
             assert buffer is not None  # noqa: S101 - for the type checker
-            self._manager = KVOffloadManager(
+            create: Callable[..., KVOffloadManager] = KVOffloadManager
+            if manager.tenants is not None:
+                create = partial(TenantManager, tenants=manager.tenants, parameter=self._tenant)
+            self._manager = create(
                 manager,
                 buffer.slot_flags,
                 self._engine.shutdown,
@@ -213,11 +219,15 @@ class KVOffloadSpec(base.OffloadingSpec):
         """Whether all ranks share the cell of a row."""
         return bool(self.replicated_layout or self.config.canonical_layout)
 
-    def _is_offered_again(self) -> bool:
-        """Return whether the connector offers blocks again that a store has left out."""
+    @property
+    def _has_own_connector(self) -> bool:
         around = self._arguments
         connector = None if around is None else around.vllm_config.kv_transfer_config.kv_connector
-        return connector == OWN_CONNECTOR and CONTRACT.has_private_names(
+        return bool(connector == OWN_CONNECTOR)
+
+    def _is_offered_again(self) -> bool:
+        """Return whether the connector offers blocks again that a store has left out."""
+        return self._has_own_connector and CONTRACT.has_private_names(
             "KVOffloadConnector: offering again what had no room, and looking blocks up in batches,"
         )
 
@@ -322,6 +332,12 @@ class KVOffloadSpec(base.OffloadingSpec):
 
     def _options(self) -> OffloadConfig:
         options, self._identity_options = engine_options(self.extra_config)
+        self._tenant = parse_tenant_field(self.extra_config)
+        if options.get("tenants") and self._tenant is None and not self._has_own_connector:
+            raise ConfigError(
+                'tenant_field: "cache_salt" is passed on by KVOffloadConnector only; use "kv_connec'
+                f'tor": "{OWN_CONNECTOR}"'
+            )
         if not self.config.worker_kv_bytes_per_block:
             raise ConfigError(
                 f"pipeline_parallel_size: rank {self.config.parallel.rank} has no layers with a KV "

@@ -44,6 +44,7 @@ from kvoffload_async.integrations.vllm import convert
 from kvoffload_async.integrations.vllm.identity import ModelContent, canonical_format, completed
 from kvoffload_async.integrations.vllm.options import (
     NAMES_UNDER_VLLM,
+    check_no_tenants,
     check_place_of_options,
     parse_locality,
     take_identity_options,
@@ -118,6 +119,7 @@ class VllmTier(tiering.SecondaryTierManager):
         show_log()
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         check_place_of_options(offloading_spec.config.extra_config)
+        check_no_tenants(offloading_spec.config.extra_config)
         self.identity_options = take_identity_options(self.kind, options, tier_type)
         self._process_folders = ExitStack()
         own = {"enable_kv_events": enable_kv_events, "io_timeout_s": io_timeout_s}

@@ -76,7 +76,12 @@ CONTRACT: Final = HostContract(
             "sliding_window_size_in_chunks",
             "tokens_per_chunk",
         ),
-        "vllm.v1.request:Request": ("block_hashes", "num_tokens", "skip_reading_prefix_cache"),
+        "vllm.v1.request:Request": (
+            "block_hashes",
+            "cache_salt",
+            "num_tokens",
+            "skip_reading_prefix_cache",
+        ),
         f"{_CONNECTOR}.offloading.events:OffloadingEventsTracker": ("self_describing_enabled",),
         "vllm.v1.core.block_pool:BlockPool": ("get_cached_block",),
         "vllm.v1.core.sched.output:SchedulerOutput": ("finished_req_ids",),
