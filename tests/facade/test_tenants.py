@@ -9,12 +9,10 @@ from typer.testing import CliRunner
 
 from kvoffload_async.async_engine.surface import OffloadEngine
 from kvoffload_async.cli.app import app
-from kvoffload_async.config import OffloadConfig
 from kvoffload_async.core.primary import Tenancy
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 from kvoffload_async.facade.spec import CPUOffloadingSpec, TieringOffloadingSpec
-from kvoffload_async.facade.tenants import Tenants, check_keys_differ
 from kvoffload_async.facade.tier_factory import check_tiers, with_quotas
 from kvoffload_async.observe.prometheus import METRICS
 from kvoffload_async.policies.tenants import TenantQuotas
@@ -107,25 +105,6 @@ def test_a_quota_needs_tiers_that_keep_to_it(tmp_path):
     with pytest.raises(ConfigError, match=r"secondary_tiers\[0\]: .*give it capacity_bytes"):
         TieringOffloadingSpec(config)
     TieringOffloadingSpec({**config, "secondary_tiers": [{**tier, "capacity_bytes": "1GiB"}]})
-
-
-@pytest.mark.parametrize("option", ["encryption_key_file", "name_key_file"])
-def test_no_two_tenants_have_one_key(tmp_path, option):
-    one, same, other = (
-        key_file(tmp_path, name, secret * 32)
-        for name, secret in [("one", b"k"), ("same", b"k"), ("other", b"l")]
-    )
-    (tmp_path / "store").mkdir()
-    tier = {"type": "fs", "root_dir": str(tmp_path / "store")}
-    good = {"a": {option: [one, same]}, "b": {option: other}}
-    config = {**CONFIG, "secondary_tiers": [tier]}
-    tenants = Tenants(OffloadConfig.parse({**config, "tenants": good}).tenants, None)
-    check_keys_differ(tenants.options, [tier])
-    with pytest.raises(ConfigError, match=r"tenants\['b'\].*that of tenants\['a'\]"):
-        TieringOffloadingSpec({**config, "tenants": {"a": {option: one}, "b": {option: same}}})
-    tiers = [{**tier, option: same}]
-    with pytest.raises(ConfigError, match=r"tenants\['a'\].*that of secondary_tiers\[0\]"):
-        TieringOffloadingSpec({**config, "tenants": {"a": {option: one}}, "secondary_tiers": tiers})
 
 
 # -- real tiers ---------------------------------------------------------------------------------

@@ -49,8 +49,9 @@ class ValkeyTier(RemoteTier):
             self._bounds = await self._calls.run(client.read_bounds, deadline_s, may_retry=False)
         except TierError as error:
             logger.info("%s: its maxmemory is unknown: %s", self._location, error)
-        if any(max_bytes and policy == "noeviction" for max_bytes, policy in self._bounds):
-            logger.warning("%s: maxmemory-policy is noeviction: set allkeys-lru", self._location)
+        policies = {policy for max_bytes, policy in self._bounds if max_bytes}
+        for policy in sorted(policies - set(filter(self._evicts, policies))):
+            logger.warning("%s: maxmemory-policy is %s: set allkeys-lru", self._location, policy)
         if not all(max_bytes for max_bytes, _ in self._bounds):
             logger.info("%s: it has no maxmemory, so its memory is unbounded", self._location)
 
@@ -59,8 +60,13 @@ class ValkeyTier(RemoteTier):
         figures = dict(super().gauges())
         if self._bounds and all(max_bytes for max_bytes, _ in self._bounds):
             figures["capacity_bytes"] = sum(max_bytes for max_bytes, _ in self._bounds)
-            figures["evicts"] = all(policy != "noeviction" for _, policy in self._bounds)
+            figures["evicts"] = all(self._evicts(policy) for _, policy in self._bounds)
         return figures
+
+    def _evicts(self, policy: str) -> bool:
+        """Return whether a server with a `maxmemory-policy` evicts blocks."""
+        has_ttl = self._settings.ttl_s is not None
+        return policy.startswith("allkeys-") or (has_ttl and policy.startswith("volatile-"))
 
     def _create_client(self, namespace: str) -> RemoteClient:
         # Imported here because the library is an optional dependency.

@@ -16,17 +16,22 @@ def texts(caplog):
 
 
 @pytest.mark.parametrize(
-    ("policy", "evicts", "text"),
-    [("allkeys-lru", True, None), ("noeviction", False, "maxmemory-policy is noeviction")],
+    ("policy", "ttl_s", "evicts", "text"),
+    [
+        ("allkeys-lru", None, True, None),
+        ("noeviction", None, False, "maxmemory-policy is noeviction"),
+        ("volatile-lru", None, False, "maxmemory-policy is volatile-lru"),
+        ("volatile-lru", 3600.0, True, None),
+    ],
 )
 def test_a_bound_is_shown_and_a_server_that_does_not_evict_is_warned_of(
-    own_server, caplog, policy, evicts, text
+    own_server, caplog, policy, ttl_s, evicts, text
 ):
     caplog.set_level(logging.INFO)
     with own_server.client() as client:
         client.config_set("maxmemory", "64mb")
         client.config_set("maxmemory-policy", policy)
-    with open_at(own_server) as harness:
+    with open_at(own_server, ttl_s=ttl_s) as harness:
         figures = harness.tier.gauges()
         assert (figures["capacity_bytes"], figures["evicts"]) == (64 << 20, evicts)
     assert [said for said in texts(caplog) if text is None or text not in said] == []
