@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
@@ -85,10 +84,8 @@ class _Spec(ABC):
             self.tenants = tenants = Tenants(self.config.tenants, self.config.unknown_tenant)
             slots = tenants.quotas.blocks(self.num_blocks, self.stride_bytes, "cpu_bytes_to_use")
             self._tenancy = Tenancy(slots, tenants.tenant_of, tenants.names)
-            tiers = with_tenant_keys(self.config.secondary_tiers, tenants)
-            tiers = with_quotas(tiers, tenants.quotas)
-            self.config = replace(self.config, secondary_tiers=tuple(tiers))
-        check_tiers(self.config.secondary_tiers, self.config, memory_bytes=memory_bytes)
+        tiers = self._with_tenants(self.config.secondary_tiers)
+        check_tiers(tiers, self.config, memory_bytes=memory_bytes)
 
     def __repr__(self) -> str:
         tiers = tiers_text([str(tier["type"]) for tier in self.config.secondary_tiers])
@@ -173,6 +170,12 @@ class _Spec(ABC):
         except BaseException:
             transport.close(_STOP_THREADS_S)
             raise
+
+    def _with_tenants(self, tiers: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Return configurations of tiers that know the tenants, if there are any."""
+        if self.tenants is None:
+            return tiers
+        return with_quotas(with_tenant_keys(tiers, self.tenants), self.tenants.quotas)
 
     def _memory_limits(self) -> Sequence[Limit]:
         """Return the limits on the primary's memory."""
@@ -363,7 +366,7 @@ class TieringOffloadingSpec(_Spec):
         primary = self._create_primary()
         tiers: list[SecondaryTierManager | UnopenedTier] = []
         try:
-            tier_configs = self._tier_configs()
+            tier_configs = self._with_tenants(self._tier_configs())
             for index, tier_config in enumerate(tier_configs):
                 with naming_tier(index, tier_config):
                     tiers.append(create_tier(tier_config, primary.get_primary_kv_view(), self))
