@@ -480,7 +480,8 @@ class TenantOptions(Options):
     equal share of what the quotas of others leave."""
 
 
-def _tenant_list(value: object, key: str) -> tuple[TenantOptions, ...]:
+def parse_tenants(value: object, key: str) -> tuple[TenantOptions, ...]:
+    """Return tenants by name with their options; raises ConfigError."""
     allowed = f"an object of 1 to {_MOST_TENANTS - 1} names of tenants, each with an object"
     if not isinstance(value, Mapping) or not 0 < len(value) < _MOST_TENANTS:
         _reject(key, value, allowed)
@@ -562,7 +563,7 @@ class OffloadConfig(Options):
     """Absolute path of a file for a trace of all requests, which `kvoffload simulate` and `replay`
     read. Block ids are hashed with a secret of the run. The file is rotated at 256 MiB; a trace
     that is there is kept as `<path>.1`, and any other file is refused."""
-    tenants: tuple[TenantOptions, ...] | None = option(or_none(_tenant_list), None)
+    tenants: tuple[TenantOptions, ...] | None = option(or_none(parse_tenants), None)
     """Tenants by name, each with its options: they share the engine and no block. "default" is one
     of them, given or not. See docs/howto/tenants.md."""
     unknown_tenant: UnknownTenant = option(one_of(UnknownTenant), UnknownTenant.DEFAULT)

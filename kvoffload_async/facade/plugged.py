@@ -21,7 +21,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import partial
 from itertools import count, islice
 from operator import attrgetter
@@ -716,8 +716,10 @@ def statistics_of(hosts: Iterable[tuple[PluggedTiers, HostRows]]) -> OffloadingS
         pinned += rows.num_own - rows.num_free
         sizes.add(rows.row_bytes)
         tiers += [replace(tier, name=owner_name(tier.name, seen)) for tier in plugged.stats()]
-    figures: dict[str, Any] = {figure.name: 0 for figure in fields(PrimaryStatistics)}
-    figures["hints"] = figures["tenant_slots"] = {}
+    figures: dict[str, Any] = {
+        figure.name: 0 for figure in fields(PrimaryStatistics) if figure.default_factory is MISSING
+    }
+    figures["hints"] = {}
     figures["slots"] = SlotStatistics(free=free, writing=0, idle=0, pinned=pinned, held=0)
     figures["row_bytes"] = sizes.pop() if len(sizes) == 1 else 0
     return OffloadingStatistics(primary=PrimaryStatistics(**figures), tiers=tuple(tiers))

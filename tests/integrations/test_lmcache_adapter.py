@@ -18,6 +18,7 @@ from prometheus_client import REGISTRY, generate_latest
 
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.facade.host_rows import HostMemory
+from kvoffload_async.facade.plugged import ListPosition
 from kvoffload_async.integrations.lmcache import stores
 from kvoffload_async.runtime.buffer import PrimaryBuffer
 from kvoffload_async.status.client import ask, parse_report
@@ -289,6 +290,72 @@ def test_a_key_that_fits_no_tier_is_a_miss(start, memory, caplog, fields, messag
 def test_a_model_with_an_at_sign_is_lmcaches_own_error(start):
     with pytest.raises(ValueError, match="@"):
         start(EXAMPLE).key(1, model="a@b")
+
+
+# -- tenants --------------------------------------------------------------------------------------
+
+TENANTS = {"a": {}, "b": {}}
+
+
+def test_an_objects_tenant_is_its_salt_also_after_a_restart(start, memory, slab):
+    before = start(slab, tenants=TENANTS)
+    salts = ["", "a", "b", "c", "s" * 128]
+    keys = [before.key(HASH, salt=salt) for salt in salts]
+    assert before.store(keys, fill(memory, *range(5))).is_successful()
+    tenants = before.adapter._options.known_tenants
+    stored = before.open_store().tiers.list_keys(ListPosition(), 100)[0]
+    owners = sorted(tenants.names[tenants.tenant_of(key)] for key in stored)
+    assert owners == ["a", "b", "default", "default", "default"]
+    before.adapter.close()
+    host = start(slab, tenants=TENANTS)
+    assert host.lookup(keys) == [True] * 5
+    memory[:] = 0
+    assert host.load(keys, list(memory[10:15])) == [True] * 5
+    assert [memory[10 + n][0] for n in range(5)] == [1, 2, 3, 4, 5]
+    until(lambda: host.usage() == dict.fromkeys(salts, SIZE))
+    assert len(host.adapter.list_l2_keys().entries) == 5
+    host.adapter.submit_unlock(keys)
+    host.adapter.delete(keys[1:2])
+    until(lambda: host.told["deleted"] == keys[1:2])
+    assert host.lookup(keys) == [True, False, True, True, True]
+
+
+def test_objects_of_an_unknown_salt_are_not_stored_if_so_configured(start, memory):
+    host = start(EXAMPLE, tenants=TENANTS, unknown_tenant="no_store")
+    keys = [host.key(HASH, salt=salt) for salt in ("a", "c", "", "default")]
+    assert not host.store(keys, fill(memory, 0, 1, 2, 3)).is_successful()
+    assert host.adapter.report_status()["objects_without_key"] == 2
+    assert host.lookup(keys) == [True, False, False, True]
+    assert host.load(keys, list(memory[4:8])) == [True, False, False, True]
+    host.adapter.delete([])
+
+
+def test_a_tenant_that_floods_evicts_nothing_of_others(start, memory, slab):
+    tenants = {"a": {"quota_bytes": "256KiB"}, "b": {}}
+    host = start({**slab, "capacity_bytes": "1MiB"}, tenants=tenants)
+    kept = [host.key(n, salt="b") for n in range(4)]
+    assert host.store(kept, fill(memory, 0, 1, 2, 3)).is_successful()
+    for first in range(0, 300, 4):
+        keys = [host.key(n, salt="a") for n in range(first, first + 4)]
+        assert host.store(keys, fill(memory, 0, 1, 2, 3)).is_successful()
+    until(lambda: 0 < host.usage()["a"] <= 256 << 10)
+    assert host.usage()["b"] == 4 * SIZE
+    assert host.lookup(kept) == [True] * 4
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"tenants": {}}, "tenants: "),
+        ({"tenants": {"a": {"quota_bytes": "1MiB"}}}, r"tier\[0\].*quota_bytes: the tier cannot"),
+        ({"tenants": {"a": {"name_key_file": "/k"}}}, r"tenants\['a'\]: keys of tenants"),
+        ({"tenants": {"a": {"encryption_key_file": "/k"}}}, r"tenants\['a'\]: keys of tenants"),
+        ({"tenants": TENANTS, "unknown_tenant": "a"}, "unknown_tenant: 'a'"),
+    ],
+)
+def test_tenants_that_cannot_be_are_refused(start, params, message):
+    with pytest.raises(ConfigError, match=message):
+        start(EXAMPLE, **params)
 
 
 # -- restarts, usage, removals --------------------------------------------------------------------

@@ -18,6 +18,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from kvoffload_async.errors import ConfigError, StateError, TierTimeoutError, UnknownNameError
 from kvoffload_async.facade.plugged import ListPosition
+from kvoffload_async.integrations.sglang import page_store
 from kvoffload_async.integrations.sglang.pages import PoolPages, Shard
 from kvoffload_async.status.client import ask, parse_report
 
@@ -329,6 +330,11 @@ BAD = {
         {"tp_lcm_size": 4},
         r"tp_lcm_size: 4 is not supported",
     ),
+    "a tenant that is no label": (
+        {"tier": {"type": "example"}, "extra": {"tenant": 1}},
+        {},
+        r"tenant: 1 is not valid",
+    ),
     "a private tier for MLA": (
         {"tier": {"type": "example"}},
         {"is_mla_model": True, "tp_size": 2},
@@ -477,6 +483,30 @@ def test_clearing_removes_all_pages_of_the_rank_and_no_others(create, tmp_path, 
     assert ranks[0].batch_exists(keys) == 200
     ranks[0].close()
     ranks[0].clear()  # closed: no effect
+
+
+@pytest.mark.parametrize("kind", ["slab", "fs"])
+def test_servers_of_different_tenants_share_a_folder_and_no_page(
+    create, tmp_path, kind, monkeypatch
+):
+    monkeypatch.setattr(page_store, "_KEYS_AT_ONCE", 7)
+    tier = {"type": kind, "root_dir": str(tmp_path), "capacity_bytes": "16MiB"}
+    pool, keys = filled(20), keys_of(20)
+    for tenant in ("a", "b", "default", None):
+        backend = create(tier, pool, extra={} if tenant is None else {"tenant": tenant})
+        assert backend.batch_exists(keys) == 0
+        assert all(backend.batch_set_v1(keys, pool.indices(range(20))))
+        assert backend.batch_exists(keys) == 20
+        backend.close()
+    backend = create(tier, pool, extra={"tenant": "a"})
+    assert backend.batch_exists(keys) == 20
+    backend.clear()
+    assert backend.batch_exists(keys) == 0
+    backend.close()
+    for tenant in ("b", "default", None):
+        backend = create(tier, pool, extra={} if tenant is None else {"tenant": tenant})
+        assert backend.batch_exists(keys) == 20
+        backend.close()
 
 
 def test_pages_in_use_outlast_clearing_which_says_so(create, tmp_path):

@@ -85,7 +85,7 @@ class KVOffloadL2Adapter(L2AdapterInterface):
         if l1_memory_desc is not None:
             host = HostMemory(l1_memory_desc.ptr, l1_memory_desc.size)
         self._options = options
-        self._keys = Keys(api.ObjectKey)
+        self._keys = Keys(api.ObjectKey, options.known_tenants)
         self._stores = Stores(options, host, self._take_events)
         self._errors = ErrorLog(logger, "a request")
         self._task_ids = count(1)
@@ -94,6 +94,7 @@ class KVOffloadL2Adapter(L2AdapterInterface):
         self._done_lookups: dict[int, Bitmap] = {}
         self._done_loads: dict[int, Bitmap] = {}
         self._cannot_delete = self._cannot_encode = False
+        self._without_key = 0
         self._is_closing = self._is_closed = False
         self._closing: Closing[None] = Closing()
         with ExitStack() as undo:
@@ -130,6 +131,8 @@ class KVOffloadL2Adapter(L2AdapterInterface):
         task_id = next(self._task_ids)
         groups, encoded = self._groups(keys, [obj.get_size() for obj in objects])
         blocks = _host_blocks(encoded, objects)
+        with self._lock:
+            self._without_key += encoded.count(None)
 
         def report(stored: list[bool]) -> None:
             num_bytes = sum(obj.get_size() for obj in objects)
@@ -266,6 +269,7 @@ class KVOffloadL2Adapter(L2AdapterInterface):
             "stores": stores,
             "num_stores": self._options.num_stores,
             "refused_objects": self._stores.refused_objects,
+            "objects_without_key": self._without_key,
             "listener_errors": self._usage.errors.count,
             "request_errors": self._errors.count,
         }

@@ -8,6 +8,8 @@ the other fields, each after its length:
     chunk hash: 1 byte and its bytes
     object group: 4 bytes, as in every key of a tier
 
+With tenants, a tag of 8 bytes follows the first byte: the tenant's, whom the salt names.
+
 So a key found in a store after a restart gives the whole `ObjectKey`, unless its salt is too long;
 then it is recognised once a request has named the salt.
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any, Final, NamedTuple
 
+from kvoffload_async.facade.tenants import TENANT_TAG_BYTES, Tenants, untagged
 from kvoffload_async.tables.keymap import MAX_KEY_BYTES
 from kvoffload_async.types import OffloadKey, get_offload_group_idx, make_offload_key
 
@@ -55,21 +58,30 @@ class Keys:
         salts: Digest -> long salt, of keys that were encoded.
     """
 
-    def __init__(self, key_class: Any) -> None:  # noqa: ANN401 - LMCache's ObjectKey
-        """Decode to `key_class`, LMCache's class of keys."""
+    def __init__(self, key_class: Any, tenants: Tenants | None = None) -> None:  # noqa: ANN401 - LMCache's ObjectKey
+        """Decode to `key_class`, LMCache's class of keys; tag the keys of `tenants`."""
         self._key_class = key_class
+        self._tenants = tenants
         self.salts: dict[bytes, str] = {}
 
-    def encode(self, key: Any) -> OffloadKey:  # noqa: ANN401 - LMCache's ObjectKey
-        """Encode an `ObjectKey` as a key for tiers.
+    def encode(self, key: Any) -> OffloadKey | None:  # noqa: ANN401 - LMCache's ObjectKey
+        """Encode an `ObjectKey` as a key for tiers; None if it has no tenant.
 
         Raises:
             OverflowError: The KV rank is negative, or the object group has more than 4 bytes.
             ValueError: The chunk hash or the KV rank is too long, or the salt is not valid text.
         """
+        if self._tenants is None:
+            return self._encoded(key, MAX_KEY_BYTES)
+        tenant = self._tenants.index_of(key.cache_salt)
+        if tenant is None:
+            return None
+        return self._tenants.tagged(self._encoded(key, MAX_KEY_BYTES - TENANT_TAG_BYTES), tenant)
+
+    def _encoded(self, key: Any, most_bytes: int) -> OffloadKey:  # noqa: ANN401 - as above
         salt = key.cache_salt.encode()
         rank = key.kv_rank.to_bytes(-(-key.kv_rank.bit_length() // 8), "big")
-        room = MAX_KEY_BYTES - _GROUP_BYTES - 3 - len(rank) - len(key.chunk_hash)
+        room = most_bytes - _GROUP_BYTES - 3 - len(rank) - len(key.chunk_hash)
         is_long = len(salt) > min(_MOST_SALT_BYTES, room)
         if is_long and room < _DIGEST_BYTES:
             raise ValueError(
@@ -89,6 +101,9 @@ class Keys:
 
         A directory may have files with names that `encode` does not make.
         """
+        tagged, tenants = key, self._tenants
+        if tenants is not None:
+            key = untagged(key)
         try:
             if key[0] == _DIGESTED:
                 at = 1 + _DIGEST_BYTES
@@ -100,6 +115,10 @@ class Keys:
             chunk_hash, at = _field(key, at)
             if salt is None or at != len(key) - _GROUP_BYTES:
                 return None
+            if tenants is not None:
+                tenant = tenants.index_of(salt)
+                if tenant is None or not tenants.owns(tagged, tenant):
+                    return None
             return self._key_class(
                 chunk_hash=chunk_hash,
                 model_name=model,

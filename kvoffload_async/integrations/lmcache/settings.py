@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from kvoffload_async.config import (
     OffloadConfig,
     Options,
+    TenantOptions,
+    UnknownTenant,
     at_least,
+    one_of,
     option,
     or_none,
     parse_directory,
     parse_seconds,
     parse_size_bytes,
     parse_socket_path,
+    parse_tenants,
     reject_unknown,
     shown,
 )
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.facade.plugged import tiers_under
-from kvoffload_async.facade.tier_factory import SecondaryTierFactory, check_tiers
+from kvoffload_async.facade.tenants import Tenants
+from kvoffload_async.facade.tier_factory import SecondaryTierFactory, check_tiers, with_quotas
 from kvoffload_async.integrations.lmcache.keys import StoreId
+from kvoffload_async.policies.tenants import TenantQuotas
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterOptions(Options):
-    """The options of `KVOffloadL2Adapter`."""
+    """The options of `KVOffloadL2Adapter`.
+
+    Attributes:
+        known_tenants: Made of `tenants`; None without them.
+    """
 
     tier: tuple[Mapping[str, Any], ...] = option(
         tiers_under("LMCache"), remedy='a tier, such as {"type": "slab", ...}, or a list of tiers'
@@ -46,6 +56,13 @@ class AdapterOptions(Options):
     """Seconds for running transfers when LMCache closes the adapter."""
     status_socket: str | None = option(or_none(parse_socket_path), None)
     """Path of the Unix socket that serves the adapter's status to `kvoffload top`."""
+    tenants: tuple[TenantOptions, ...] | None = option(or_none(parse_tenants), None)
+    """Tenants by name, each with its options; an object's tenant is its `cache_salt`. They share
+    stores and no object; each store has an equal part of `quota_bytes`."""
+    unknown_tenant: UnknownTenant = option(one_of(UnknownTenant), UnknownTenant.DEFAULT)
+    """Tenant of an object whose `cache_salt` is not in `tenants`: "default", or with "no_store"
+    none: it is neither stored nor found."""
+    known_tenants: Tenants | None = None
 
     @classmethod
     def parse(cls, params: object) -> Self:
@@ -60,9 +77,28 @@ class AdapterOptions(Options):
             raise ConfigError(f"adapter_params: {shown(params)} is not valid; give an object")
         reject_unknown(params, cls.declared(), "adapter_params")
         options = cls.take(params)
+        if options.tenants is not None:
+            options = options.with_tenants(Tenants(options.tenants, options.unknown_tenant))
         config = OffloadConfig(cpu_bytes_to_use=0, block_bytes=0, model="model")
         check_tiers(options.tier, config, key="tier")
         return options
+
+    def with_tenants(self, tenants: Tenants) -> Self:
+        """Return the options with tiers that divide their capacity among tenants."""
+        for each in tenants.options:
+            if each.encryption_key_files or each.name_key_files:
+                raise ConfigError(
+                    f"tenants[{each.name!r}]: keys of tenants are not supported under LMCache; "
+                    "give the tier the keys, or each tenant an adapter"
+                )
+        quotas = [
+            None if quota is None else quota // self.num_stores
+            for quota in tenants.quotas.quota_bytes
+        ]
+        parts = TenantQuotas(quotas, tenants.tenant_of)
+        return replace(
+            self, tier=tuple(with_quotas(self.tier, parts, "tier")), known_tenants=tenants
+        )
 
     def tier_of(self, tier: Mapping[str, Any], store: StoreId) -> dict[str, Any]:
         """Return the configuration of a tier, completed for one store.

@@ -32,7 +32,9 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from kvoffload_async.abc.tier import Direction
+from kvoffload_async.config import TenantOptions, UnknownTenant
 from kvoffload_async.errors import ConfigError, OffloadError, StateError, text_of
+from kvoffload_async.facade.tenants import Tenants
 from kvoffload_async.facade.tier_factory import naming_tier
 from kvoffload_async.integrations.sglang.page_store import PageStore
 from kvoffload_async.integrations.sglang.pages import PoolPages, check_sharing, identified
@@ -97,6 +99,8 @@ class KVOffloadHiCache(HiCacheStorage):
         for index, tier in enumerate(self._options.tier):
             with naming_tier(index, tier, "tier"):
                 check_sharing(tier, storage_config)
+        named = [TenantOptions(name=name) for name in [self._options.tenant] if name is not None]
+        self._tenants = Tenants(named, UnknownTenant.DEFAULT) if named else None
         self._pages: PoolPages | None = None
         self._tiers: list[dict[str, Any]] = []
         self._store: PageStore | None = None
@@ -205,7 +209,7 @@ class KVOffloadHiCache(HiCacheStorage):
     ) -> int:
         """Return how many leading keys are stored; waits for `probe_timeout_s` at most."""
         del extra_info
-        return 0 if self._store is None else self._store.leading_run(_keys(keys, self._group))
+        return 0 if self._store is None else self._store.leading_run(self._keys(keys, self._group))
 
     def exists(self, key: str) -> bool:
         """Return whether a key is stored; waits for `probe_timeout_s` at most."""
@@ -305,7 +309,7 @@ class KVOffloadHiCache(HiCacheStorage):
         return found
 
     def clear(self) -> None:
-        """Remove this rank's pages from the tiers; blocks, at most until the jobs' deadline.
+        """Remove the tenant's pages of this rank from the tiers; blocks until the jobs' deadline.
 
         Raises:
             NotImplementedError: A tier does not know its contents, or cannot remove single pages.
@@ -319,7 +323,7 @@ class KVOffloadHiCache(HiCacheStorage):
                 f"tiers of type {', '.join(names)} cannot be cleared, unlike slab, and fs with "
                 "capacity_bytes; give the tier another namespace, and its pages are never served"
             )
-        store.clear()
+        store.clear(self._is_own)
 
     def close(self) -> None:
         """Close the tiers, and release the memory; idempotent. Blocks for `close_timeout_s`."""
@@ -339,6 +343,17 @@ class KVOffloadHiCache(HiCacheStorage):
             logger.warning("closing the tiers failed: %s", text_of(report.error))
 
     # -- inside -----------------------------------------------------------------------------------
+
+    def _keys(self, names: Sequence[str], group: int) -> list[OffloadKey]:
+        """Convert SGLang's keys, which are SHA-256 hashes as text or longer texts."""
+        keys = [make_offload_key(_hash_of(name), group) for name in names]
+        if self._tenants is None:
+            return keys
+        return [self._tenants.tagged(key, len(self._tenants.names) - 1) for key in keys]
+
+    def _is_own(self, key: OffloadKey) -> bool:
+        """Return whether a key in the tiers is of the tenant; all are without one."""
+        return self._tenants is None or self._tenants.owns(key, len(self._tenants.names) - 1)
 
     def _rank_suffix(self) -> str:
         """Return this rank's non-zero coordinates as a suffix, such as `-tp1`."""
@@ -370,20 +385,15 @@ class KVOffloadHiCache(HiCacheStorage):
         began_s = time.monotonic()
         try:
             if isinstance(pages, torch.Tensor):
-                moved = store.move_pages(direction, _keys(keys, _PAGES), pages)
+                moved = store.move_pages(direction, self._keys(keys, _PAGES), pages)
             else:
-                moved = store.move_tensors(direction, _keys(keys, _TENSORS), pages)
+                moved = store.move_tensors(direction, self._keys(keys, _TENSORS), pages)
         except OffloadError as error:
             logger.error(  # noqa: TRY400 - expected
                 "%s of %d pages failed: %s", direction.name.lower(), len(keys), text_of(error)
             )
         self._calls[direction].append((sum(moved), time.monotonic() - began_s))
         return moved
-
-
-def _keys(names: Sequence[str], group: int) -> list[OffloadKey]:
-    """Convert SGLang's keys, which are SHA-256 hashes as text or longer texts."""
-    return [make_offload_key(_hash_of(name), group) for name in names]
 
 
 def _hash_of(name: str) -> bytes:

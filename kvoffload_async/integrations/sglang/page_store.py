@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from functools import partial
@@ -207,14 +207,20 @@ class PageStore:
         """Names of the tiers that cannot list their contents, or cannot remove single pages."""
         return sorted({*self.tiers.unlisted, *self.tiers.discard(())})
 
-    def clear(self) -> None:
-        """Remove all pages from the tiers; blocks. Pages stored meanwhile may stay.
+    def clear(self, is_own: Callable[[OffloadKey], bool]) -> None:
+        """Remove the pages with own keys from the tiers; blocks. Pages stored meanwhile may stay.
 
         Raises:
             TierTimeoutError: At the jobs' deadline, a page was still there, or in use.
         """
         deadline_s = time.monotonic() + self._job_timeout_s
-        while found := self.tiers.list_keys(ListPosition(), _KEYS_AT_ONCE)[0]:
+        position: ListPosition | None = ListPosition()
+        while position is not None:
+            listed, following = self.tiers.list_keys(position, _KEYS_AT_ONCE)
+            found = list(filter(is_own, listed))
+            if not found:
+                position = following
+                continue
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 raise TierTimeoutError(

@@ -11,6 +11,7 @@ from kvoffload_async.config import (
     Options,
     option,
     or_none,
+    parse_label,
     parse_size_bytes,
     parse_socket_path,
     reject_unknown,
@@ -46,6 +47,8 @@ class HiCacheOptions(Options):
     has them."""
     staging_bytes: int = option(parse_size_bytes, 256 << 20)
     """Maximum memory for pages being stored, and again for pages being loaded."""
+    tenant: str | None = option(or_none(parse_label), None)
+    """Tenant of all pages, which only servers of this tenant find; without it, those without."""
     status_socket: str | None = option(or_none(parse_socket_path), None)
     """Path of the Unix socket for `kvoffload top`; by default `KVOFFLOAD_STATUS_SOCKET`. Ranks
     other than the first append their number, such as `-tp1`."""
