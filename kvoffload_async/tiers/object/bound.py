@@ -38,6 +38,9 @@ _Leaders = Sequence[quota.Leader]
 T = TypeVar("T")
 _Records = list[tuple[bytes, str, str]]
 """Host, name and version of records, the oldest first."""
+_DIFFERENT: Final = (
+    "hosts have different bounds, from {} to {} bytes; the smallest holds: give all the same"
+)
 _NO_RECORD: Final = "records of other releases, of other tenants or of strangers are ignored"
 
 
@@ -207,15 +210,9 @@ class BucketBound:
     def _obey(self, words: Sequence[quota.Word]) -> None:
         for account, word in zip(self.accounts, words, strict=True):
             account.limit_bytes = word.limits.get(self.host, account.limit_bytes)
-        least, largest = (
-            sum(word.bound_bytes for word in words),
-            sum(word.largest_bytes for word in words),
-        )
-        if least != largest:
-            self._warn_once(
-                f"hosts have different bounds, from {least} to {largest} "
-                "bytes; the smallest holds: give all the same"
-            )
+        least, most = (sum(w.bound_bytes for w in words), sum(w.largest_bytes for w in words))
+        if least != most:
+            self._warn_once(_DIFFERENT.format(least, most))
 
     async def _report(self) -> None:
         records = [account.record() for account in self.accounts]
@@ -265,12 +262,10 @@ class BucketBound:
         def take() -> None:
             for name in [name for name in names if name in found]:
                 self._versions[name] = names[name]
-                parse = partial(quota.Record.parse, least_bytes=leaders[0].block_bytes)
+                host, least_bytes = bytes.fromhex(name.partition("-")[0]), leaders[0].block_bytes
+                parse = partial(quota.Record.parse, host=host, least_bytes=least_bytes)
                 if records := self._parsed(parse, found[name]):
-                    if {record.host.hex() for record in records} == {name.partition("-")[0]}:
-                        self._take(leaders, records)
-                    else:
-                        self._warn_once(_NO_RECORD)
+                    self._take(leaders, records)
 
         await run_together(map(read, names), "object:record")
         await self._in_thread(take)

@@ -85,8 +85,8 @@ class Record(NamedTuple):
         return head + b"".join(_LENGTH.pack(len(key)) + key for key in keys)
 
     @classmethod
-    def parse(cls, data: bytes, least_bytes: int = 1) -> Self | None:
-        """Return the record; None if it is of another version, invalid, or of a smaller bound."""
+    def parse(cls, data: bytes, host: bytes, least_bytes: int) -> Self | None:
+        """Return a host's record; None if it is another's, unknown, or of a smaller bound."""
         if (head := _head_of(data, _RECORD)) is None:
             return None
         keys: list[OffloadKey] = []
@@ -98,9 +98,10 @@ class Record(NamedTuple):
                 return None
             keys.append(OffloadKey(data[at - length : at]))
         *fields, num_stored, num_used = head
-        if (at, len(keys)) != (len(data), num_stored + num_used) or fields[1] < least_bytes:
-            return None
-        return cls._make((*fields, keys[:num_stored], keys[num_stored:]))
+        record = cls._make((*fields, keys[:num_stored], keys[num_stored:]))
+        is_whole = (at, len(keys)) == (len(data), num_stored + num_used)
+        is_meant = record.host == host and record.capacity_bytes >= least_bytes
+        return record if is_whole and is_meant else None
 
 
 class Word(NamedTuple):

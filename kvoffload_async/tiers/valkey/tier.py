@@ -50,7 +50,7 @@ class ValkeyTier(RemoteTier):
         except TierError as error:
             logger.info("%s: its maxmemory is unknown: %s", self._location, error)
         policies = {policy for max_bytes, policy in self._bounds if max_bytes}
-        for policy in sorted(policies - set(filter(self._evicts, policies))):
+        for policy in sorted(policy for policy in policies if not self._evicts(policy)):
             logger.warning("%s: maxmemory-policy is %s: set allkeys-lru", self._location, policy)
         if not all(max_bytes for max_bytes, _ in self._bounds):
             logger.info("%s: it has no maxmemory, so its memory is unbounded", self._location)
