@@ -135,7 +135,10 @@ def _can_make(digests: BlockDigests, seals: Seals | None) -> bool:
     """Return whether native code can compute the checksums or, if there are seals, encrypt."""
     if seals is None:
         return not digests.is_keyed
-    why = _cipher_obstacle()
+    try:
+        why = _cipher_obstacle()
+    except _OBSTACLES as error:
+        why = f"its check needs more resources ({text_of(error)}); {shortage_remedy(error)}"
     _log_python_encryption(why)
     return not why
 
@@ -221,7 +224,7 @@ def _cipher_obstacle() -> str:
     except _OBSTACLES as error:
         if shortage_remedy(error):
             raise
-        return text_of(error)
+        return f"native code finds no OpenSSL ({text_of(error)}); use a Python with a shared one"
     return ""
 
 
@@ -230,8 +233,7 @@ def _log_python_encryption(why: str) -> None:
     """Log once if Python threads encrypt where native threads could copy."""
     if why:
         logger.warning(
-            "encryption_key_file: Python threads encrypt, which is slower, because native code "
-            "finds no usable OpenSSL here (%s); use a Python that loads a shared OpenSSL",
+            "encryption_key_file: Python threads encrypt, which is slower: %s",
             why,
         )
 
