@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import logging
 import os
+import ssl
 import sys
 from functools import cache
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -29,6 +30,12 @@ VARIABLE: Final = "KVOFFLOAD_NATIVE"
 _REMEDY: Final = (
     "install a C compiler and Python's development files, and reinstall kvoffload-async"
 )
+
+_FAST_OPENSSL: Final = (3, 1)
+"""The first OpenSSL that encrypts as fast as the one in the package `cryptography`."""
+
+_LARGE_BYTES: Final = 256 << 10
+"""Bytes of a block from which that outweighs what native code saves; tuned by measurement."""
 
 _OBSTACLES: Final = (AttributeError, ImportError, MemoryError, OSError, RuntimeError)
 
@@ -102,7 +109,7 @@ def create_block_io(
     )
     seals = None if digests.cipher is None else digests.cipher.seals
     is_refused = is_direct and not others.is_aligned
-    if chosen.name == "python" or is_refused or not _can_make(digests, seals):
+    if chosen.name == "python" or is_refused or not _can_make(digests, seals, env):
         return others
     others.release()
     calls_or_system = None if is_system else calls
@@ -124,17 +131,21 @@ def create_file_io(
     attribute of a file has its seal.
     """
     chosen = _chosen_here()
-    if chosen.name == "python" or not _can_make(digests, seals):
+    if chosen.name == "python" or not _can_make(digests, seals, env):
         return None
     row_bytes = env.kv_view.nbytes // len(env.kv_view)
     calls_or_system = None if is_system else calls
     return _native_io(env, calls_or_system, digests.prefix, seals, row_bytes, threads=threads)
 
 
-def _can_make(digests: BlockDigests, seals: Seals | None) -> bool:
-    """Return whether native code can compute the checksums or, if there are seals, encrypt."""
+def _can_make(digests: BlockDigests, seals: Seals | None, env: TierEnvironment) -> bool:
+    """Return whether native code should compute the checksums or, if there are seals, encrypt."""
     if seals is None:
         return not digests.is_keyed
+    row_bytes = env.kv_view.nbytes // len(env.kv_view)
+    if row_bytes >= _LARGE_BYTES and ssl.OPENSSL_VERSION_INFO < _FAST_OPENSSL:
+        logger.info("Python threads encrypt, because %s is slower", ssl.OPENSSL_VERSION)
+        return False
     try:
         why = _cipher_obstacle()
     except _OBSTACLES as error:

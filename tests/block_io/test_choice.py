@@ -280,6 +280,22 @@ def test_python_encrypts_where_openssl_is_not_found_and_that_is_logged_once(
 
 
 @native
+@pytest.mark.parametrize(
+    ("version", "row_bytes", "expected"),
+    [
+        ((3, 0, 0, 19), 256 << 10, "python"),
+        ((3, 0, 0, 19), 252 << 10, "native"),
+        ((3, 1, 0, 0), 1 << 20, "native"),
+    ],
+)
+def test_an_old_openssl_encrypts_no_large_blocks(version, row_bytes, expected, monkeypatch):
+    monkeypatch.setattr(choice.ssl, "OPENSSL_VERSION_INFO", version)
+    sizes = {"row_bytes": row_bytes, "slot_bytes": row_bytes + 4096}
+    assert created(encrypting(), **sizes) == expected
+    assert created(**sizes) == "native"
+
+
+@native
 def test_a_shortage_in_the_check_of_openssl_is_not_remembered(monkeypatch):
     def fail():
         raise OSError(errno.EMFILE, "Too many open files")
