@@ -6,7 +6,6 @@ import asyncio
 import importlib
 import logging
 import os
-import ssl
 import sys
 from functools import cache
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from kvoffload_async.abc.tier import TierEnvironment
 from kvoffload_async.block_io import build
 from kvoffload_async.block_io.contract import BlockDigests, BlockIo, FileCalls, Seals
-from kvoffload_async.block_io.hashes import addresses, cipher_addresses
+from kvoffload_async.block_io.hashes import addresses, cipher_addresses, openssl_version
 from kvoffload_async.block_io.python_io import PythonBlockIo
 from kvoffload_async.errors import ConfigError, naming_shortage, shortage_remedy, text_of
 from kvoffload_async.system_calls import REMEDY, RefusedCallError
@@ -142,16 +141,13 @@ def _can_make(digests: BlockDigests, seals: Seals | None, env: TierEnvironment) 
     """Return whether native code should compute the checksums or, if there are seals, encrypt."""
     if seals is None:
         return not digests.is_keyed
-    row_bytes = env.kv_view.nbytes // len(env.kv_view)
-    if row_bytes >= _LARGE_BYTES and ssl.OPENSSL_VERSION_INFO < _FAST_OPENSSL:
-        logger.info("Python threads encrypt, because %s is slower", ssl.OPENSSL_VERSION)
-        return False
     try:
         why = _cipher_obstacle()
     except _OBSTACLES as error:
         why = f"its check needs more resources ({text_of(error)}); {shortage_remedy(error)}"
     _log_python_encryption(why)
-    return not why
+    row_bytes = env.kv_view.nbytes // len(env.kv_view)
+    return not why and (row_bytes < _LARGE_BYTES or openssl_version() >= _FAST_OPENSSL)
 
 
 def _chosen_here() -> Implementation:
