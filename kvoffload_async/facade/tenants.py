@@ -17,6 +17,7 @@ from kvoffload_async.errors import StateError
 from kvoffload_async.policies.tenants import TenantQuotas
 from kvoffload_async.types import TENANT_TAG, OffloadingEvent, OffloadKey
 
+TENANT_TAG_BYTES: Final = TENANT_TAG.stop - TENANT_TAG.start
 _MAX_NAME_CHARS: Final = 255
 
 
@@ -97,9 +98,8 @@ def untagged(key: OffloadKey) -> OffloadKey:
 
 def tag_of(name: str) -> bytes:
     """Return the tag in the keys of the tenant of this name."""
-    num_bytes = TENANT_TAG.stop - TENANT_TAG.start
     return hashlib.blake2b(
-        name.encode(), digest_size=num_bytes, person=b"kvoffload-tenant"
+        name.encode(), digest_size=TENANT_TAG_BYTES, person=b"kvoffload-tenant"
     ).digest()
 
 
