@@ -139,7 +139,7 @@ def in_child(nonces: Nonces, count: int, *, is_killed: bool = False) -> bytes:
     """
     read, write = os.pipe()
     if not (child := os.fork()):
-        signal.alarm(600)  # a lock of the parent's threads would stop it for ever
+        signal.alarm(60)  # a lock of the parent's threads would stop it for ever
         with os.fdopen(write, "wb", buffering=0) as pipe:
             pipe.write(b"".join(taken(nonces, count // 2)))
             if not (copy := os.fork()):
