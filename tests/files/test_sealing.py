@@ -180,6 +180,23 @@ def test_200_000_nonces_of_threads_forks_and_killed_processes_differ():
     never_twice(200_000, forks=8)
 
 
+def test_only_one_thread_at_a_time_takes_a_nonce():
+    inside, most, pause = [0], [0], threading.Event()
+
+    def clock():
+        inside[0] += 1
+        most.append(inside[0])
+        pause.wait(0.001)  # others would come in here
+        inside[0] -= 1
+        return sealing.time.time()
+
+    nonces = Nonces(clock)
+    with ThreadPoolExecutor(4) as pool:
+        took = [pool.submit(taken, nonces, 10) for _ in range(4)]
+    assert len({nonce for each in took for nonce in each.result()}) == 40
+    assert max(most) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -223,6 +240,21 @@ def test_a_fork_amid_a_take_leaves_no_lock_behind():
         child = in_child(nonces, 2)
     assert len(child) == 56
     assert threading.active_count() >= 1
+
+
+def test_the_subkeys_of_many_salts_take_bounded_memory(monkeypatch):
+    derived = []
+    subkey = EncryptionKey.subkey
+    monkeypatch.setattr(
+        EncryptionKey, "subkey", lambda key, *salt: derived.append(salt) or subkey(key, *salt)
+    )
+    sealer, salts = (
+        Sealer([KEY], "fs 2", "l"),
+        [bytes([n // 256, n % 256] * 8) for n in range(1025)],
+    )
+    for salt in [*salts, salts[-1], salts[0]]:
+        sealer.opening(b"k", KEY.id + salt + bytes(28))
+    assert len(derived) == 1026
 
 
 # -- key files -------------------------------------------------------------------------------------
