@@ -147,7 +147,7 @@ def in_child(nonces: Nonces, count: int, *, is_killed: bool = False) -> bytes:
     """
     read, write = os.pipe()
     if not (child := os.fork()):
-        signal.alarm(600)  # a lock of the parent's threads would stop it for ever
+        signal.alarm(60)  # a lock of the parent's threads would stop it for ever
         with os.fdopen(write, "wb", buffering=0) as pipe:
             pipe.write(b"".join(taken(nonces, count // 2)))
             if not (copy := os.fork()):
@@ -186,6 +186,23 @@ def never_twice(count: int, forks: int) -> None:
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_200_000_nonces_of_threads_forks_and_killed_processes_differ():
     never_twice(200_000, forks=8)
+
+
+def test_only_one_thread_at_a_time_takes_a_nonce():
+    inside, most, pause = [0], [0], threading.Event()
+
+    def clock():
+        inside[0] += 1
+        most.append(inside[0])
+        pause.wait(0.001)  # others would come in here
+        inside[0] -= 1
+        return sealing.time.time()
+
+    nonces = Nonces(clock)
+    with ThreadPoolExecutor(4) as pool:
+        took = [pool.submit(taken, nonces, 10) for _ in range(4)]
+    assert len({nonce for each in took for nonce in each.result()}) == 40
+    assert max(most) == 1
 
 
 @pytest.mark.slow
@@ -231,6 +248,21 @@ def test_a_fork_amid_a_take_leaves_no_lock_behind():
         child = in_child(nonces, 2)
     assert len(child) == 56
     assert threading.active_count() >= 1
+
+
+def test_the_subkeys_of_many_salts_take_bounded_memory(monkeypatch):
+    derived = []
+    subkey = EncryptionKey.subkey
+    monkeypatch.setattr(
+        EncryptionKey, "subkey", lambda key, *salt: derived.append(salt) or subkey(key, *salt)
+    )
+    sealer, salts = (
+        Sealer([KEY], "fs 2", "l"),
+        [bytes([n // 256, n % 256] * 8) for n in range(1025)],
+    )
+    for salt in [*salts, salts[-1], salts[0]]:
+        sealer.opening(b"k", KEY.id + salt + bytes(28))
+    assert len(derived) == 1026
 
 
 # -- key files -------------------------------------------------------------------------------------

@@ -218,7 +218,14 @@ class Envelopes:
         return self.header_bytes(key) + self.block_bytes
 
     def wrap(self, key: OffloadKey, row: Bytes, into: Bytes | None = None) -> Bytes:
-        """Encode a block, in new memory or `into`; copies it once, with the GIL released."""
+        """Encode a block, in new memory or `into`; copies it once, with the GIL released.
+
+        An encrypted block is copied to `into` at last: others may write there, and would choose
+        bytes between their encryption and their authentication.
+        """
+        if self.is_sealed and into is not None:
+            np.copyto(into, self.wrap(key, row))
+            return into
         offset = self.header_bytes(key)
         value = np.empty(offset + self.block_bytes, dtype=np.uint8) if into is None else into
         if self.is_sealed:
