@@ -248,6 +248,7 @@ class PlannerDriver:
         key = self.generation.key
         try:
             keys = [key(block_hash, group) for block_hash in block_hashes]
+            frozenset(keys)  # a bytearray cannot be a key
         except TypeError as error:
             raise StateError(
                 f"block_hashes: {error}; give a sequence of bytes, one hash for each full block"
