@@ -122,6 +122,25 @@ class SlotStatistics:
     held: int
 
 
+@dataclass(frozen=True, slots=True)
+class TenantStatistics:
+    """Statistics of one tenant's blocks in the primary.
+
+    Attributes:
+        quota_slots: Slots that the tenant may take. Gauge.
+        used_slots: Slots that it takes. Gauge.
+        stored_blocks: Blocks written by its requests.
+        loaded_blocks: Blocks handed to its requests for loading.
+        evicted_blocks: Its blocks evicted to make room for others of its own.
+    """
+
+    quota_slots: int
+    used_slots: int
+    stored_blocks: int
+    loaded_blocks: int
+    evicted_blocks: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrimaryStatistics:
     """Statistics of the primary tier.
@@ -147,7 +166,9 @@ class PrimaryStatistics:
         found_blocks: Those of them that were found, also behind a missing block, where they cannot
             be loaded: `loaded_blocks` counts prefix hits, this block hits.
         load_pins: Pins of blocks that requests load; a block may have several. Gauge.
-        tenant_slots: Slots that each tenant takes, by its number; empty without tenants. Gauge.
+        unknown_tenant_blocks: Blocks of requests with an unknown tenant, which `unknown_tenant`
+            "no_store" neither stores nor loads.
+        tenants: Statistics of each tenant, by name; empty without tenants.
     """
 
     slots: SlotStatistics
@@ -168,7 +189,8 @@ class PrimaryStatistics:
     used_blocks: int
     found_blocks: int
     load_pins: int
-    tenant_slots: Mapping[int, int] = field(default_factory=dict)
+    unknown_tenant_blocks: int = 0
+    tenants: Mapping[str, TenantStatistics] = field(default_factory=dict)
 
     @property
     def num_slots(self) -> int:

@@ -165,6 +165,7 @@ class RequestTimeline:
         events: The events, in order.
         dropped_events: Events not recorded because of the limit per request.
         trace_context: The caller's parent context for the spans.
+        tenant: The request's tenant; None: there are no tenants, or none has it.
     """
 
     req_id: str
@@ -174,6 +175,7 @@ class RequestTimeline:
     events: tuple[TimelineEvent, ...]
     dropped_events: int = 0
     trace_context: object | None = field(default=None, repr=False, compare=False)
+    tenant: str | None = None
 
     @property
     def last_s(self) -> float:
@@ -223,7 +225,8 @@ class RequestTimeline:
 
     def __str__(self) -> str:
         state = "ended" if self.ended_s is not None else "in flight"
-        lines = [f"request {self.req_id}: {state}, {_duration(self.seconds)}"]
+        owner = "" if self.tenant is None else f" of tenant {self.tenant}"
+        lines = [f"request {self.req_id}{owner}: {state}, {_duration(self.seconds)}"]
         lines += ["      ms  event", "       0  begins"]
         for at_s, text in self._lines():
             after = f"{(at_s - self.began_s) * 1e3:8.3f}"[:8]

@@ -35,6 +35,8 @@ class SlidingWindow(NamedTuple):
     num_blocks: int
 
 
+TENANT_TAG: Final = slice(1, 9)
+"""Where a key has its tenant's tag, if there are tenants."""
 ENGINE_REQ_ID: Final = "kvoffload_async:engine"
 """The `req_id` of the engine's own work: late cascades, and the `touch` calls of tiers.
 
@@ -207,6 +209,7 @@ class ReqContext:
         hints: The request's hints. When it begins, those in `kv_hints` and `kv_transfer_params` are
             added, and `load_tier_filter` is read from the latter unless it is given.
         tokens_per_position: Tokens per unit of `key_positions`.
+        tenant: Name of the request's tenant, for its timeline.
     """
 
     req_id: str
@@ -218,6 +221,7 @@ class ReqContext:
     kv_hints: object | None = field(default=None, repr=False)
     hints: Hints = NO_HINTS
     tokens_per_position: int = 1
+    tenant: str | None = None
 
     def storable(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
         """Return the keys that `max_offload_tokens` permits to store, in the given order.
@@ -383,6 +387,8 @@ class OffloadingEvent:
             dropped because nobody read it in time. 0: not counted.
         restarts: Earlier events of this `ownership` are void: it has these keys, and those of later
             events.
+        tenant: Name of the blocks' tenant, in the events of an `OffloadEngine` with tenants; its
+            keys have no tag then. Blocks of several tenants come in parts with one `sequence`.
     """
 
     keys: Collection[OffloadKey]
@@ -394,6 +400,7 @@ class OffloadingEvent:
     removal_expected: bool = False
     sequence: int = 0
     restarts: bool = False
+    tenant: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

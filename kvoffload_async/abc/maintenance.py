@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any, ClassVar, Final, Self, TypeAlias
 
+from kvoffload_async.types import TENANT_TAG, OffloadKey
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -118,6 +120,7 @@ class GcOptions:
             age limit. For stores whose tier does not limit them (`bounds_blocks`), like
             `keep_bytes`.
         keep_bytes: Keep the newest blocks up to this total size; None: keep all.
+        tenant_tag: Remove all blocks of the tenant with this tag; None: of none.
     """
 
     older_than_s: float = 3600.0
@@ -126,6 +129,11 @@ class GcOptions:
     dry_run: bool = False
     max_age_s: float | None = None
     keep_bytes: int | None = None
+    tenant_tag: bytes | None = None
+
+    def selects(self, key: OffloadKey | None) -> bool:
+        """Return whether a key is of the tenant whose blocks are to be removed."""
+        return key is not None and key[TENANT_TAG] == self.tenant_tag
 
 
 class StoreMaintenance(ABC):

@@ -156,14 +156,24 @@ class EngineRequest:
 
     Attributes:
         ctx: The request's context.
-        keys: The keys of its full blocks, head to tail.
+        keys: The keys of its full blocks, head to tail; none unless `is_cached`.
+        is_cached: False: the request's tenant is unknown, and `unknown_tenant` is "no_store", so
+            that its lookups find nothing, and its stores store nothing.
         prefix_blocks: Number of blocks of the prefix that the last lookup has pinned; see `lookup`.
         left_out: Keys of the last `store` that found no room, a suffix of its keys.
         is_invalidated: Whether a reset or `invalidate` has dropped the last lookup's prefix.
     """
 
-    def __init__(self, ctx: ReqContext, keys: tuple[OffloadKey, ...], waiters: Waiters) -> None:
+    def __init__(
+        self,
+        ctx: ReqContext,
+        keys: tuple[OffloadKey, ...],
+        waiters: Waiters,
+        *,
+        is_cached: bool = True,
+    ) -> None:
         self.ctx = ctx
+        self.is_cached = is_cached
         self.keys = keys
         self.prefix_blocks = 0
         self.left_out: Sequence[OffloadKey] = ()

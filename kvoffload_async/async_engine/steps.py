@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
@@ -162,7 +162,7 @@ class Steps:
                 while reader.has_missed and self._driver is not None:
                     self._deliver(self._driver)  # the contents include what is unread now
                     reader.has_missed = False
-                    for event in list(self._driver.contents()):
+                    for event in self._shown(self._driver, self._driver.contents()):
                         yield event
                 while reader.unread:
                     yield reader.unread.popleft()
@@ -209,7 +209,7 @@ class Steps:
 
     def _deliver(self, driver: PlannerDriver) -> bool:
         """Pass the new events to the readers; return whether there are any."""
-        events = list(driver.take_events())
+        events = self._shown(driver, driver.take_events())
         for reader in self._readers:
             if not reader.has_missed:
                 reader.unread.extend(events)
@@ -220,6 +220,14 @@ class Steps:
         if events:
             self._tell_readers()
         return bool(events)
+
+    def _shown(
+        self, driver: PlannerDriver, events: Iterable[OffloadingEvent]
+    ) -> Sequence[OffloadingEvent]:
+        """Return events as readers get them: by tenant, if there are tenants."""
+        if driver.tenants is None:
+            return list(events)
+        return [part for event in events for part in driver.tenants.untag(event)]
 
     def _schedule_later(self, delay_s: float) -> None:
         """Replace the timer of the next step: due in `delay_s` seconds, never if infinite."""

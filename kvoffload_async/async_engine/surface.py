@@ -40,7 +40,6 @@ from kvoffload_async.runtime.helper_thread import HelperThread
 from kvoffload_async.runtime.lifetime import guard_forks, warn_unclosed
 from kvoffload_async.runtime.loop import SameLoopRunner
 from kvoffload_async.statistics import EngineStatistics
-from kvoffload_async.tables.keymap import require_keys
 from kvoffload_async.timeline import RequestTimeline
 from kvoffload_async.types import (
     ALL_TIERS,
@@ -331,6 +330,7 @@ class OffloadEngine:
         hints: Mapping[str, Any] | None = None,
         tokens_per_block: int | None = None,
         load_tier_filter: Collection[TierMatcher] = ALL_TIERS,
+        tenant: str | None = None,
     ) -> AsyncIterator[EngineRequest]:
         """Begin a request; leaving the `async with` block ends it. Its copies may end later.
 
@@ -345,11 +345,14 @@ class OffloadEngine:
             tokens_per_block: Tokens per hash, for `max_offload_tokens`: without it, a client's
                 limit stores nothing.
             load_tier_filter: Secondary tiers that the request may load from; none if it is empty.
+            tenant: Name of the request's tenant, from a source that its client does not control.
+                Unknown names are treated as the option `unknown_tenant` says.
 
         Raises:
-            ConfigError: A hint, `tokens_per_block` or `load_tier_filter` is invalid.
-            StateError: A hash is not bytes, is empty, or is longer than 92 bytes (84 with a
-                generation).
+            ConfigError: A hint, `tokens_per_block` or `load_tier_filter` is invalid, or a tenant is
+                named without the option `tenants`.
+            StateError: A hash is not bytes, is empty, or is longer than 92 bytes, less 8 with a
+                generation, and 8 with tenants.
         """
         self._begin_call()
         given, tiers = parse_hints(hints), parse_tiers(load_tier_filter)
@@ -357,17 +360,15 @@ class OffloadEngine:
             at_least(1)(tokens_per_block, "tokens_per_block")
         elif given.max_offload_tokens:
             raise ConfigError("tokens_per_block: missing; give it with max_offload_tokens")
-        generation = self._driver.generation
+        driver = self._driver
+        index = driver.tenant_index(tenant)
+        keys = tuple(driver.make_keys(block_hashes, index or 0))
+        if index is None:
+            driver.planner.primary.counters.unknown_tenant_blocks += len(keys)
+            keys = ()
         positions: dict[OffloadKey, int] = {}
-        try:
-            keys = tuple(generation.key(block_hash) for block_hash in block_hashes)
-            require_keys(keys)
-            for position, key in enumerate(keys, 1):
-                positions.setdefault(key, position)  # the first position of a repeated hash
-        except TypeError as error:
-            raise StateError(
-                f"block_hashes: {error}; give a sequence of bytes, one hash for each full block"
-            ) from None
+        for position, key in enumerate(keys, 1):
+            positions.setdefault(key, position)  # the first position of a repeated hash
         ctx = ReqContext(
             req_id,
             kv_transfer_params,
@@ -376,9 +377,10 @@ class OffloadEngine:
             trace_context=trace_context,
             hints=given,
             tokens_per_position=sys.maxsize if tokens_per_block is None else tokens_per_block,
+            tenant=None if index is None or not driver.tenants else driver.tenants.names[index],
         )
-        self._driver.begin_request(ctx)
-        request = EngineRequest(ctx, keys, self._steps.waiters)
+        driver.begin_request(ctx)
+        request = EngineRequest(ctx, keys, self._steps.waiters, is_cached=index is not None)
         self._requests[request] = None
         if prefetch:
             self.prefetch(request)
@@ -555,6 +557,8 @@ class OffloadEngine:
         """
         deadline_s = self._begin_call(timeout_s)
         blocks, count = self._blocks(device_blocks)
+        if not request.is_cached:
+            return 0
         try:
             keys = request.keys[first_block : first_block + count]
         except TypeError:

@@ -82,6 +82,15 @@ def cache(
             show_default=False,
         ),
     ] = None,
+    tenant: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="The tenant of the blocks; `delete` without hashes deletes all of its blocks. "
+            "Default: the default tenant, for `list` all.",
+            show_default=False,
+        ),
+    ] = None,
     timeout: Annotated[
         float,
         typer.Option(min=0, metavar="SECONDS", help="How long to wait for the end."),
@@ -97,7 +106,8 @@ def cache(
     with errors_as_one_line():
         if action not in ACTIONS:
             raise InputError(f"{action}: expected {', '.join(ACTIONS)}")
-        if bool(hashes or tokens) is not (action in _OF_BLOCKS):
+        deletes_all = action == "delete" and tenant is not None and not (hashes or tokens)
+        if bool(hashes or tokens) is not (action in _OF_BLOCKS) and not deletes_all:
             raise InputError(
                 f"{action}: needs block hashes, or --tokens"
                 if action in _OF_BLOCKS
@@ -110,13 +120,16 @@ def cache(
         request: dict[str, Any] = {"do": action}
         if place:
             request["places"] = place
+        if tenant is not None:
+            request["tenant"] = tenant
         if older_than is not None:
             request["older_than_s"] = older_than
         if action == "pin":
             request["duration_s"] = duration
         answers: list[dict[str, Any]] = []
         for groups, some in parts:
-            answers += _execute(str(socket), {**request, "groups": groups}, some, timeout)
+            named = None if deletes_all else some
+            answers += _execute(str(socket), {**request, "groups": groups}, named, timeout)
         keys = [key for answer in answers for key in answer["keys"]]
         total: dict[str, Any] = {
             name: dict(sum((Counter(answer[name]) for answer in answers), Counter()))
@@ -194,14 +207,14 @@ def _hash(
 
 
 def _execute(
-    path: str, request: dict[str, Any], hashes: Sequence[str], timeout_s: float
+    path: str, request: dict[str, Any], hashes: Sequence[str] | None, timeout_s: float
 ) -> Iterator[dict[str, Any]]:
     """Send a command in parts, as many as its hashes or its answer need; yield the reports."""
     step = MOST_HASHES // len(request["groups"])
-    for first in range(0, max(1, len(hashes)), max(1, step)):
-        some = hashes[first : first + step]
+    for first in range(0, max(1, len(hashes or ())), max(1, step)):
+        some = {} if hashes is None else {"hashes": hashes[first : first + step]}
         while True:
-            state = command(path, {**request, "hashes": some}, timeout_s)
+            state = command(path, request | some, timeout_s)
             if "report" not in state:
                 raise InputError(f"{path}: no step of the engine has executed the command yet")
             yield state["report"]

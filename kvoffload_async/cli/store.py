@@ -38,6 +38,7 @@ from kvoffload_async.cli.output import Gauge, progress_bar, shown, summary_table
 from kvoffload_async.config import parse_size_bytes
 from kvoffload_async.errors import InputError
 from kvoffload_async.facade.maintenance import find_stores, maintenance_kinds
+from kvoffload_async.facade.tenants import tag_of
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +123,12 @@ class GcFlags(VerifyOptions):
         "Object stores only: remove the oldest blocks until the rest fits this size, such as "
         '"1TiB".',
         metavar="BYTES",
+        show_default=False,
+    )
+    tenant: str | None = flag(
+        None,
+        "Remove all blocks of this tenant; end its requests first.",
+        metavar="NAME",
         show_default=False,
     )
     dry_run: bool = flag(False, "Report what would be removed; remove nothing.", "--dry-run")
@@ -295,6 +302,7 @@ def gc(given: GcFlags) -> None:
             dry_run=given.dry_run,
             max_age_s=given.max_age,
             keep_bytes=None if given.keep is None else parse_size_bytes(given.keep, "--keep"),
+            tenant_tag=None if given.tenant is None else tag_of(given.tenant),
         )
         if (given.max_age, given.keep) != (None, None) and not store.bounds_blocks:
             raise InputError(

@@ -78,6 +78,7 @@ class PrimaryCounters:
     hints: dict[HintResult, int] = field(default_factory=lambda: dict.fromkeys(HINT_RESULTS, 0))
     used_blocks: int = 0
     found_blocks: int = 0
+    unknown_tenant_blocks: int = 0
 
     def count_lookups(self, answers: Sequence[LookupResult]) -> None:
         """Count lookups by the primary's answers."""

@@ -39,7 +39,7 @@ from kvoffload_async.core.eventlog import Change, EventLog
 from kvoffload_async.core.hinted import HintedBlocks
 from kvoffload_async.core.index import OnResolved
 from kvoffload_async.errors import InvariantError, StateError
-from kvoffload_async.statistics import PrimaryStatistics, SlotStatistics
+from kvoffload_async.statistics import PrimaryStatistics, SlotStatistics, TenantStatistics
 from kvoffload_async.tables.arrays import integers, small_integers
 from kvoffload_async.tables.keymap import LAST_HASH_BYTE, KeyTable, require_keys, too_short
 from kvoffload_async.tables.lists import FreeNumbers, NumberLists
@@ -317,6 +317,9 @@ class Share:
         held: Slots that belong to no block, but that an orphaned copy may still access.
         kept: Number of blocks that users pin; set by `Pins`.
         idle: Number of readable blocks that are neither pinned nor protected.
+        stored_blocks: Blocks of this tenant that requests have stored. Counter, as the next two.
+        loaded_blocks: Blocks that requests have loaded.
+        evicted_blocks: Blocks that were evicted.
         protected: Number of blocks that are protected and not pinned.
         protected_slots: Those of them that the policy has proposed for eviction.
         hinted: The blocks that hints put at an end of the order of eviction; None: no request has
@@ -325,20 +328,23 @@ class Share:
 
     __slots__ = (
         "_num_slots",
+        "evicted_blocks",
         "free",
         "held",
         "hinted",
         "idle",
         "kept",
+        "loaded_blocks",
         "most",
         "protected",
         "protected_slots",
+        "stored_blocks",
     )
 
     def __init__(self, most: int, num_slots: int) -> None:
         """Start without blocks, in a primary of `num_slots` slots."""
         self.most = most
-        self.kept = 0
+        self.kept = self.stored_blocks = self.loaded_blocks = self.evicted_blocks = 0
         self._num_slots = num_slots
         self.protected_slots = ProtectedSlots(num_slots)
         self.reset()
@@ -369,10 +375,12 @@ class Tenancy:
     Attributes:
         quotas: Slots of each tenant, at least 1; together at most those of the primary.
         tenant_of: Returns the index of a key's tenant.
+        names: The tenants' names, for statistics.
     """
 
     quotas: Sequence[int]
     tenant_of: Callable[[OffloadKey], int]
+    names: Sequence[str]
 
 
 WRITING: Final = -1
@@ -412,6 +420,7 @@ class ResidentBlocks:
         self._tenancy = tenancy
         self.is_shared = tenancy is not None
         quotas = [num_slots] if tenancy is None else tenancy.quotas
+        self._names = () if tenancy is None else tenancy.names
         self.num_kept = 0
         self.shares = [Share(most, num_slots) for most in quotas]
         self._only = self.shares[0]
@@ -853,6 +862,8 @@ class Primary(ResidentBlocks):
             raise StateError(f"request {ctx.req_id!r} is unknown: call on_new_request first")
         slots = self.pin(keys)
         self.counters.loaded_blocks += len(keys)
+        for share, own in self.keys_by_share(keys):
+            share.loaded_blocks += len(own)
         self.loading.begin(ctx, keys)
         self._recency.note(ctx, keys, reused=True)
         return slots
@@ -1047,6 +1058,8 @@ class Primary(ResidentBlocks):
                 slots.append(slot)
         self._end_write(mine, slots, success=success)
         self.counters.stored_blocks += success * len(mine)
+        for share, own in self.keys_by_share(mine):
+            share.stored_blocks += success * len(own)
         return mine
 
     def complete_write(self, keys: Sequence[OffloadKey], *, success: bool) -> None:
@@ -1148,10 +1161,18 @@ class Primary(ResidentBlocks):
         }
 
     @property
-    def tenant_slots(self) -> dict[int, int]:
-        """Slots that each tenant takes, by its index; empty without tenants."""
-        shares = self.shares if self.is_shared else ()
-        return {tenant: share.most - share.free for tenant, share in enumerate(shares)}
+    def tenants(self) -> Mapping[str, tuple[int, ...]]:
+        """The values of each tenant's `TenantStatistics`, by name; empty without tenants."""
+        return {
+            name: (
+                share.most,
+                share.most - share.free,
+                share.stored_blocks,
+                share.loaded_blocks,
+                share.evicted_blocks,
+            )
+            for name, share in zip(self._names, self.shares, strict=False)
+        }
 
     def num_in_use(self, keys: Sequence[OffloadKey]) -> int:
         """Return how many of these blocks are pinned or being written."""
@@ -1195,6 +1216,7 @@ class Primary(ResidentBlocks):
         if victims is None:
             return None
         evicted = self._evict(victims) if victims else []
+        share.evicted_blocks += len(evicted)
         if len(victims) == len(missing):
             slots = victims[::-1]  # the order in which the pool would allocate them
         else:
@@ -1386,7 +1408,7 @@ PRIMARY_FIGURES: Final = FigureSet(
         "slots": "counts",
         "hinted_blocks": "hinted_blocks",
         "load_pins": "loading.num_pins",
-        "tenant_slots": "tenant_slots",
+        "tenants": "tenants",
     },
 )
 """Copies the figures of a `Primary`."""
@@ -1396,4 +1418,5 @@ def read_primary(taken: Figures, row_bytes: int) -> PrimaryStatistics:
     """Return the statistics of a primary from its figures; `row_bytes` is 0 without memory."""
     figures = PRIMARY_FIGURES.named(taken)
     slots = SlotStatistics(**figures.pop("slots"))
-    return PrimaryStatistics(**figures, slots=slots, row_bytes=row_bytes)
+    tenants = {name: TenantStatistics(*each) for name, each in figures.pop("tenants").items()}
+    return PrimaryStatistics(**figures, slots=slots, tenants=tenants, row_bytes=row_bytes)

@@ -91,6 +91,7 @@ class _Record:
     began_s: float
     max_events: int
     parent: object | None
+    tenant: str | None
     free_bytes: int = MAX_BYTES - _RECORD_BYTES
     asks_since_s: float | None = None
     """Time of the first lookup since the request was last scheduled."""
@@ -139,6 +140,7 @@ class _Record:
             tuple(_made(self.events, labels)),
             self.dropped,
             self.parent,
+            self.tenant,
         )
 
 
@@ -199,7 +201,7 @@ class RequestRecorder:
         elif len(self._records) == self.max_requests:
             self._forget(next(iter(self._ended or self._records)))
         req_id, parent = ctx.req_id[:MAX_ID_CHARS], self.find_parent(ctx)
-        record = _Record(ref(ctx), req_id, self.now_s, self._max_events, parent)
+        record = _Record(ref(ctx), req_id, self.now_s, self._max_events, parent, ctx.tenant)
         self._records[record] = None
         self._by_context[ctx] = self._by_id[req_id] = record
 

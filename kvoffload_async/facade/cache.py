@@ -43,6 +43,8 @@ _CLEARING_S: Final = 3600.0
 """Seconds after which a tier that is being cleared is used again, although its listing goes on."""
 
 OperationName = Literal["delete", "count", "clear", "copy", "move", "list", "pin", "unpin"]
+Selects = Callable[[OffloadKey], bool]
+"""Whether an operation concerns a key."""
 _LASTING: Final[tuple[OperationName, ...]] = ("delete", "count", "clear", "copy", "move", "list")
 
 
@@ -225,10 +227,13 @@ class _Listing(CacheOperation):
         place: str,
         index: int | None,
         cursor: str | None,
-        age_s: float | None,
+        age_s: float | None = None,
+        *,
+        selects: Selects | None,
     ) -> None:
         self._planner = planner
         self._age_s = age_s
+        self._selects = selects
         self._place = place
         self._index = index
         self._cursor = cursor
@@ -243,7 +248,7 @@ class _Listing(CacheOperation):
         if answer.error is not None:
             errors = {self._place: text_of(answer.error)}
             return CacheReport(operation="list", left={self._place: 1}, errors=errors)
-        keys = sorted(answer.keys)
+        keys = sorted(filter(self._selects, answer.keys))
         return CacheReport(
             operation="list", done={self._place: len(keys)}, keys=keys, cursor=answer.cursor
         )
@@ -501,6 +506,73 @@ class _Clearing(CacheOperation):
                 part.advance(partial(self._planner.delete, tiers=index, in_primary=False))
 
 
+class _DeletingSelected(CacheOperation):
+    """Deletes the blocks whose keys a test selects: it lists place after place, page by page.
+
+    The primary is listed first, and each block is deleted at all places at once, so that no block
+    that is there at the beginning follows into a tier behind its listing.
+    """
+
+    def __init__(
+        self, planner: Planner, selects: Selects, places: Mapping[str, int | None]
+    ) -> None:
+        self._planner = planner
+        self._selects = selects
+        self._tiers = [index for index in places.values() if index is not None]
+        self._in_primary = None in places.values()
+        self._places = sorted(places.items(), key=lambda place: place[1] is not None)
+        self._done = dict.fromkeys(places, 0)
+        self._errors: dict[str, str] = {}
+        self._at = 0
+        """Index of the place that is being listed."""
+        self._cursor: str | None = None
+        self._page: _Listing | None = None
+        self._deletion: Deletion | None = None
+
+    @property
+    def report(self) -> CacheReport:
+        waiting = [name for name, _ in self._places[self._at :]]
+        left = {name: int(name in waiting or name in self._errors) for name in self._done}
+        return CacheReport(operation="delete", done=self._done, left=left, errors=self._errors)
+
+    @property
+    def is_done(self) -> bool:
+        return self._at == len(self._places)
+
+    @property
+    def has_work(self) -> bool:
+        if self.is_done:
+            return False
+        if self._deletion is not None:
+            return self._deletion.is_done
+        return self._page is None or self._page.is_done
+
+    def advance(self) -> None:
+        if not self.has_work:
+            return
+        name, index = self._places[self._at]
+        if self._deletion is not None:
+            self._done[name] += len(self._deletion.keys)
+            self._deletion = None
+            self._next_page()
+        elif self._page is None:
+            planner = self._planner
+            self._page = _Listing(planner, name, index, self._cursor, selects=self._selects)
+            self._page.advance()
+        elif self._page.report.errors:
+            self._errors |= self._page.report.errors
+            self._at, self._page, self._cursor = self._at + 1, None, None
+        elif not (keys := self._page.report.keys):
+            self._next_page()
+        elif self._planner.deletions.takes(len(keys)):
+            self._deletion = self._planner.delete(keys, self._tiers, in_primary=self._in_primary)
+
+    def _next_page(self) -> None:
+        assert self._page is not None  # noqa: S101 - for the type checker
+        self._cursor, self._page = self._page.report.cursor, None
+        self._at += self._cursor is None
+
+
 class _ClearedTier:
     """One tier that is being cleared: its blocks are listed and deleted, page by page."""
 
@@ -620,6 +692,20 @@ class CacheManager:
         self._limit(keys)
         return self._begin(_Deleting(self._planner, keys, where))
 
+    def delete_all(self, selects: Selects, places: Collection[str] | None = None) -> CacheOperation:
+        """Delete all blocks whose keys a test selects, such as those of a tenant.
+
+        Each is deleted as by `delete`. A block that is stored meanwhile may stay.
+
+        Raises:
+            StateError: A place is unknown, or a tier cannot list and delete its blocks.
+            BusyError: Too many operations.
+        """
+        where = self._find(places)
+        self._require_lists(where)
+        self._limit(())
+        return self._begin(_DeletingSelected(self._planner, selects, where))
+
     def count(
         self, keys: Sequence[OffloadKey], places: Collection[str] | None = None
     ) -> CacheOperation:
@@ -667,7 +753,11 @@ class CacheManager:
         )
 
     def list_keys(
-        self, place: str, cursor: str | None = None, older_than_s: float | None = None
+        self,
+        place: str,
+        cursor: str | None = None,
+        older_than_s: float | None = None,
+        selects: Selects | None = None,
     ) -> CacheOperation:
         """List some keys of the blocks at one place, of every generation.
 
@@ -679,6 +769,7 @@ class CacheManager:
             cursor: None to begin, or what the report before has returned.
             older_than_s: List only blocks that the tier has stored so many seconds ago, or earlier.
                 `fs` and `object` know that.
+            selects: List only keys for which this returns true.
 
         Raises:
             StateError: The place is unknown or cannot list its blocks, or does not know their ages,
@@ -700,7 +791,9 @@ class CacheManager:
         elif is_own:
             key_of_cursor(cursor)
         self._limit(())
-        return self._begin(_Listing(self._planner, name, index, cursor, older_than_s))
+        return self._begin(
+            _Listing(self._planner, name, index, cursor, older_than_s, selects=selects)
+        )
 
     def clear(self, tiers: Collection[str]) -> CacheOperation:
         """Delete all blocks of tiers, of this model and configuration, whoever has stored them.
@@ -715,13 +808,7 @@ class CacheManager:
         named = {name: i for name, i in self._find(tiers).items() if i is not None}
         if len(named) < len(set(tiers)):
             raise StateError(f"tiers: {PRIMARY!r} is no tier; reset_cache() empties it")
-        for name, index in named.items():
-            tier = self._tier(index)
-            if not (tier.deletes and (tier.lists or tier.index.is_exact)):
-                raise StateError(
-                    f"tiers: {name!r} cannot list and delete its blocks; begin a new generation "
-                    "instead"
-                )
+        self._require_lists(named)
         self._limit(())
         return self._begin(_Clearing(self._planner, named, self._clock() + _CLEARING_S))
 
@@ -802,6 +889,16 @@ class CacheManager:
                 f"places: {wrong!r} is not valid; give a list of some of {', '.join(known)}"
             )
         return {name: known[name] for name in known if name in places}
+
+    def _require_lists(self, places: Mapping[str, int | None]) -> None:
+        """Raise StateError if a tier cannot list and delete its blocks."""
+        for name, index in places.items():
+            tier = None if index is None else self._tier(index)
+            if tier and not (tier.deletes and (tier.lists or tier.index.is_exact)):
+                raise StateError(
+                    f"tiers: {name!r} cannot list and delete its blocks; begin a new generation "
+                    "instead"
+                )
 
     def _tier(self, index: int) -> TierState:
         return self._planner.tiers[index]

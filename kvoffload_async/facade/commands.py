@@ -48,10 +48,12 @@ _KINDS: Final[Mapping[str, type | tuple[type, ...]]] = {
     "parent": str,
     "cache_salt": str,
     "lora": list,
+    "tenant": str,
 }
 _HASH: Final = "hash"
 
-MakeKey = Callable[[bytes, int], OffloadKey]
+MakeKey = Callable[[bytes, int, str | None], OffloadKey]
+FindOwner = Callable[[str], Callable[[OffloadKey], bool]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,7 @@ class CacheCommands:
         self,
         cache: CacheManager,
         make_key: MakeKey,
+        find_owner: FindOwner,
         wake: Callable[[], object],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -123,14 +126,16 @@ class CacheCommands:
 
         Args:
             cache: Executes them.
-            make_key: Returns the key of a block hash and a KV-cache group in the present
-                generation; called on the owner's thread.
+            make_key: Returns the key of a block hash, a KV-cache group and a tenant in the present
+                generation; called on the owner's thread, as the next one.
+            find_owner: Returns the test for the keys of a tenant.
             wake: Has a step begin soon if the owner can; thread-safe.
             clock: Monotonic seconds; thread-safe.
         """
         self.hash_tokens: HashTokens | None = None
         self._cache = cache
         self._make_key = make_key
+        self._find_owner = find_owner
         self._wake = wake
         self._clock = clock
         self._queue: deque[_Command] = deque()
@@ -224,7 +229,9 @@ class CacheCommands:
         if self._clock() > command.until_s:
             command.error = f"the engine made no step for {_DEADLINE_S:g} s; nothing was done"
         else:
-            logger.warning("status socket: cache %s of %d block hashes", what, len(hashes))
+            tenant = request.get("tenant")
+            owner = "" if tenant is None else f" of tenant {tenant!r:.99}"
+            logger.warning("status socket: cache %s of %d block hashes%s", what, len(hashes), owner)
             try:
                 self._begin(command, what, hashes)
             except OffloadError as error:
@@ -233,8 +240,12 @@ class CacheCommands:
 
     def _begin(self, command: _Command, what: str, hashes: Sequence[str]) -> None:
         request, cache, places = command.request, self._cache, command.request.get("places")
-        keys = list(self._keys_of(hashes, request.get("groups", (0,))))
+        tenant = request.get("tenant")
+        keys = list(self._keys_of(hashes, request.get("groups", (0,)), tenant))
+        selects = None if tenant is None else self._find_owner(tenant)
         match what:
+            case "delete" if selects is not None and "hashes" not in request:
+                command.operation = cache.delete_all(selects, places)
             case "delete":
                 command.operation = cache.delete(keys, places)
             case "count":
@@ -249,7 +260,7 @@ class CacheCommands:
             case "list":
                 place = (places or ["primary"])[0]
                 age_s = request.get("older_than_s")
-                command.operation = cache.list_keys(place, request.get("cursor"), age_s)
+                command.operation = cache.list_keys(place, request.get("cursor"), age_s, selects)
             case "pin":
                 pinned = cache.pin(keys, request.get("duration_s", 0))
                 command.report = CacheReport(
@@ -261,13 +272,15 @@ class CacheCommands:
                     operation="unpin", blocks=len(keys), done={"primary": gone}
                 )
 
-    def _keys_of(self, hashes: Sequence[str], groups: Sequence[int]) -> Iterator[OffloadKey]:
+    def _keys_of(
+        self, hashes: Sequence[str], groups: Sequence[int], tenant: str | None
+    ) -> Iterator[OffloadKey]:
         for one in hashes:
             digits = bytes.fromhex(one.removeprefix(KEY_PREFIX))
             if one.startswith(KEY_PREFIX):
                 yield OffloadKey(digits)
             else:
-                yield from (self._make_key(digits, group) for group in groups)
+                yield from (self._make_key(digits, group, tenant) for group in groups)
 
 
 def _defect_of(request: object) -> str:

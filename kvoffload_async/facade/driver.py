@@ -12,7 +12,7 @@ import logging
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
 from kvoffload_async.block_io.choice import implementation
@@ -48,6 +48,7 @@ from kvoffload_async.statistics import (
     OffloadingStatistics,
     RuntimeStatistics,
 )
+from kvoffload_async.tables.keymap import require_keys
 from kvoffload_async.timeline import RequestTimeline, SlowRequest
 from kvoffload_async.types import (
     ENGINE_REQ_ID,
@@ -85,6 +86,8 @@ class PlannerDriver:
         recorder: Records the timelines of the last `explain_requests` requests; None: it is off.
         generation: Creates the blocks' keys. Read it once when a request begins, and use it for
             all keys of that request.
+        tenants: The tenants, of whom each has keys of its own; None: the option `tenants` is not
+            given.
     """
 
     def __init__(
@@ -125,6 +128,7 @@ class PlannerDriver:
                 for the others; empty: all tiers store everything.
         """
         self.generation = Generation(generation)
+        self.tenants = primary.tenants
         self._primary = primary
         self._bridge = bridge
         self._clock = clock
@@ -201,6 +205,58 @@ class PlannerDriver:
         wanting = self._tiers.begin_request(ctx, self.planner)
         self.planner.on_new_request(ctx, wanting)
         return bool(wanting)
+
+    def tenant_index(self, name: str | None) -> int | None:
+        """Return the index of a request's tenant; see `Tenants.index_of`. 0 without tenants.
+
+        Raises:
+            ConfigError: A name is given, but the option `tenants` is not.
+        """
+        if self.tenants is not None:
+            return self.tenants.index_of(name)
+        if name is None:
+            return 0
+        raise ConfigError('tenant: there are no tenants; add "tenants" to the configuration')
+
+    def named_tenant(self, name: str | None) -> int:
+        """Return the index of a tenant that a person names; None is the default.
+
+        Raises:
+            ConfigError: As for `tenant_index`.
+            StateError: There is no such tenant.
+        """
+        return self.tenant_index(name) or 0 if self.tenants is None else self.tenants.named(name)
+
+    def owner_test(self, name: str) -> Callable[[OffloadKey], bool]:
+        """Return a function that tests whether a key is a tenant's; errors as `named_tenant`."""
+        index, tenants = self.named_tenant(name), self.tenants
+        return lambda key: tenants is not None and tenants.owns(key, index)
+
+    def make_keys(
+        self, block_hashes: Iterable[bytes], tenant: int = 0, group: int = 0
+    ) -> list[OffloadKey]:
+        """Return the keys of blocks in the present generation.
+
+        Args:
+            block_hashes: Their hashes.
+            tenant: Index of the tenant whose blocks they are.
+            group: Index of their KV-cache group.
+
+        Raises:
+            StateError: A hash is not bytes, is empty, or is too long.
+        """
+        key = self.generation.key
+        try:
+            keys = [key(block_hash, group) for block_hash in block_hashes]
+        except TypeError as error:
+            raise StateError(
+                f"block_hashes: {error}; give a sequence of bytes, one hash for each full block"
+            ) from None
+        require_keys(keys)
+        if self.tenants is not None:
+            keys = [self.tenants.tagged(each, tenant) for each in keys]
+            require_keys(keys)
+        return keys
 
     # -- steps ----------------------------------------------------------------------------------
 
@@ -369,7 +425,7 @@ class PlannerDriver:
         """Return the object that accepts commands for `cache` from other threads, from now on."""
         if self.commands is None:
             wake = (lambda: None) if self._bridge is None else self._bridge.runner.notify
-            self.commands = CacheCommands(self.cache, self._make_key, wake)
+            self.commands = CacheCommands(self.cache, self._make_key, self.owner_test, wake)
         return self.commands
 
     def invalidate(self, generation: int | str) -> None:
@@ -504,8 +560,9 @@ class PlannerDriver:
 
     # -- internal -------------------------------------------------------------------------------
 
-    def _make_key(self, block_hash: bytes, group: int) -> OffloadKey:
-        return self.generation.key(block_hash, group)
+    def _make_key(self, block_hash: bytes, group: int, tenant: str | None) -> OffloadKey:
+        (key,) = self.make_keys([block_hash], self.named_tenant(tenant), group)
+        return key
 
     @property
     def _manages(self) -> bool:

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
 from kvoffload_async.facade.generation import Generation
+from kvoffload_async.facade.tenants import Tenants
 from kvoffload_async.types import (
     LoadStoreSpec,
     LookupResult,
@@ -30,9 +31,12 @@ class OffloadingManager(ABC):
     Attributes:
         generation: Creates the blocks' keys. Read it once when a request begins, and use it for
             all keys of that request.
+        tenants: The tenants, which tag the keys that `generation` creates; None: the option
+            `tenants` is not given.
     """
 
     generation = Generation()
+    tenants: Tenants | None = None
 
     @property
     @abstractmethod

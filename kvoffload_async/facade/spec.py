@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from kvoffload_async.abc.transport import Transport
 from kvoffload_async.config import OffloadConfig
 from kvoffload_async.core.health import BreakerSettings
+from kvoffload_async.core.primary import Tenancy
 from kvoffload_async.errors import ClosedError, ConfigError, naming_shortage
 from kvoffload_async.facade.connector.worker import OffloadingConnectorWorker
 from kvoffload_async.facade.driver import PlannerDriver
@@ -18,7 +18,12 @@ from kvoffload_async.facade.primary import CPUPrimaryTierOffloadingManager
 from kvoffload_async.facade.secondary import SecondaryTierManager
 from kvoffload_async.facade.tenant_keys import with_tenant_keys
 from kvoffload_async.facade.tenants import Tenants
-from kvoffload_async.facade.tier_factory import check_tiers, naming_tier, reuse_capacity
+from kvoffload_async.facade.tier_factory import (
+    check_tiers,
+    naming_tier,
+    reuse_capacity,
+    with_quotas,
+)
 from kvoffload_async.facade.tier_group import UnopenedTier, close_unused, create_tier, tiers_text
 from kvoffload_async.facade.tiering import TieringOffloadingManager
 from kvoffload_async.registry import check_policy
@@ -47,6 +52,7 @@ class _Spec(ABC):
         config: The configuration.
         stride_bytes: Bytes per slot: one cell per worker, padded to whole pages.
         num_blocks: Slots of the primary.
+        tenants: The tenants; None: the option `tenants` is not given.
         accepts_prefixes: Whether a store that does not fit is granted in part, since the scheduler
             offers the rest again.
     """
@@ -72,11 +78,14 @@ class _Spec(ABC):
                     f"cpu_bytes_to_use: {self.config.cpu_bytes_to_use} bytes are more than "
                     f"{limit.name}, which is {limit.size_bytes} bytes; use less"
                 )
+        self.tenants: Tenants | None = None
+        self._tenancy: Tenancy | None = None
         if self.config.tenants is not None:
-            tenants = Tenants(self.config.tenants, self.config.unknown_tenant)
-            tiers = with_tenant_keys(self.config.secondary_tiers, tenants)
-            self.config = replace(self.config, secondary_tiers=tuple(tiers))
-        check_tiers(self.config.secondary_tiers, self.config, memory_bytes=memory_bytes)
+            self.tenants = tenants = Tenants(self.config.tenants, self.config.unknown_tenant)
+            slots = tenants.quotas.blocks(self.num_blocks, self.stride_bytes, "cpu_bytes_to_use")
+            self._tenancy = Tenancy(slots, tenants.tenant_of, tenants.names)
+        tiers = self._with_tenants(self.config.secondary_tiers)
+        check_tiers(tiers, self.config, memory_bytes=memory_bytes)
 
     def __repr__(self) -> str:
         tiers = tiers_text([str(tier["type"]) for tier in self.config.secondary_tiers])
@@ -162,6 +171,12 @@ class _Spec(ABC):
             transport.close(_STOP_THREADS_S)
             raise
 
+    def _with_tenants(self, tiers: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Return configurations of tiers that know the tenants, if there are any."""
+        if self.tenants is None:
+            return tiers
+        return with_quotas(with_tenant_keys(tiers, self.tenants), self.tenants.quotas)
+
     def _memory_limits(self) -> Sequence[Limit]:
         """Return the limits on the primary's memory."""
         limit = memory_limit()
@@ -173,14 +188,17 @@ class _Spec(ABC):
 
     def _create_primary(self) -> CPUPrimaryTierOffloadingManager:
         config, buffer = self.config, self._create_buffer()
-        return CPUPrimaryTierOffloadingManager(
+        primary = CPUPrimaryTierOffloadingManager(
             self.num_blocks,
             cache_policy=config.eviction_policy,
             buffer=buffer,
             accept_prefix=self.accepts_prefixes,
             store_threshold=config.store_threshold,
             enable_events=config.enable_kv_cache_events,
+            tenancy=self._tenancy,
         )
+        primary.tenants = self.tenants
+        return primary
 
 
 class CPUOffloadingSpec(_Spec):
@@ -348,7 +366,7 @@ class TieringOffloadingSpec(_Spec):
         primary = self._create_primary()
         tiers: list[SecondaryTierManager | UnopenedTier] = []
         try:
-            tier_configs = self._tier_configs()
+            tier_configs = self._with_tenants(self._tier_configs())
             for index, tier_config in enumerate(tier_configs):
                 with naming_tier(index, tier_config):
                     tiers.append(create_tier(tier_config, primary.get_primary_kv_view(), self))

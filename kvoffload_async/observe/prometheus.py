@@ -81,6 +81,16 @@ def by_key(label: str, path: str) -> Read:
     )
 
 
+def by_tenant(name: str) -> Read:
+    """Return a reader of one field of each tenant's statistics."""
+    return Read(
+        ("tenant",),
+        lambda stats: (
+            ((tenant,), getattr(each, name)) for tenant, each in stats.primary.tenants.items()
+        ),
+    )
+
+
 def by_direction(loads: str, both: str) -> Read:
     """Return a reader of a tier's loads and stores, from its counts of loads and of both."""
     return Read(
@@ -190,9 +200,34 @@ METRICS: Final[tuple[Metric, ...]] = (
         by_name("state", **{name: f"primary.slots.{name}" for name in SLOT_STATES}),
     ),
     _metric(
-        "primary_tenant_slots",
-        "Slots of the primary tier that each tenant takes, by its number.",
-        by_key("tenant", "primary.tenant_slots"),
+        "tenant_quota_slots",
+        "Slots of the primary tier that each tenant may take.",
+        by_tenant("quota_slots"),
+    ),
+    _metric(
+        "tenant_used_slots",
+        "Slots of the primary tier that each tenant takes.",
+        by_tenant("used_slots"),
+    ),
+    _metric(
+        "tenant_stored_blocks_total",
+        "Blocks that each tenant's requests stored.",
+        by_tenant("stored_blocks"),
+    ),
+    _metric(
+        "tenant_loaded_blocks_total",
+        "Blocks that each tenant's requests loaded.",
+        by_tenant("loaded_blocks"),
+    ),
+    _metric(
+        "tenant_evicted_blocks_total",
+        "Blocks of each tenant evicted from the primary tier.",
+        by_tenant("evicted_blocks"),
+    ),
+    _metric(
+        "unknown_tenant_blocks_total",
+        "Blocks neither stored nor loaded, as the tenant of their request is unknown.",
+        "primary.unknown_tenant_blocks",
     ),
     _metric("primary_used_bytes", "Bytes in use in the primary tier.", "primary.used_bytes"),
     _metric("primary_capacity_bytes", "Capacity of the primary tier.", "primary.capacity_bytes"),

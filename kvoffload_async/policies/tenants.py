@@ -14,9 +14,6 @@ from kvoffload_async.types import OffloadKey, ReqContext
 
 MAX_TENANTS = 255
 
-TENANT_TAG = slice(1, 9)
-"""Position of the tenant's tag in a key: behind the first byte of the hash."""
-
 
 def divide(capacity: int, quotas: Sequence[int | None]) -> list[int]:
     """Return each tenant's part of a capacity: its quota, or an equal share of what quotas leave.

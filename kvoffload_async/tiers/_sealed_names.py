@@ -24,10 +24,9 @@ from kvoffload_async.abc.events import BlockFailures
 from kvoffload_async.abc.tier import AsyncTier, Direction, TierEnvironment
 from kvoffload_async.config import parse_files
 from kvoffload_async.errors import BlockMissingError, ConfigError, TierError
-from kvoffload_async.policies.tenants import TENANT_TAG
 from kvoffload_async.tables.keymap import MAX_KEY_BYTES, KeyMap
 from kvoffload_async.tiers.files.digests import SecretKey, TenantRings, read_secret
-from kvoffload_async.types import JobMetadata, OffloadKey
+from kvoffload_async.types import TENANT_TAG, JobMetadata, OffloadKey
 
 logger = logging.getLogger(__name__)
 

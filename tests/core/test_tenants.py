@@ -16,7 +16,7 @@ def of_case(key):
 
 def shared(*quotas, tiers=0, **options):
     options.setdefault("accept_prefix", True)
-    return World(sum(quotas), tiers, tenancy=Tenancy(quotas, of_case), **options)
+    return World(sum(quotas), tiers, tenancy=Tenancy(quotas, of_case, "AB"), **options)
 
 
 def test_a_tenant_evicts_its_own_oldest_though_others_slots_are_free():

@@ -26,7 +26,7 @@ class TenantWorld(World):
     quotas = ()
 
     def __init__(self, num_slots, *args, **options):
-        options["tenancy"] = Tenancy(self.quotas, tenant_of)
+        options["tenancy"] = Tenancy(self.quotas, tenant_of, "ABCDEFGH"[: len(self.quotas)])
         super().__init__(sum(self.quotas), *args, **options)
         self.tenants = {}
 

@@ -220,7 +220,7 @@ def test_commands_are_bounded_in_number_and_time(world, monkeypatch):
     monkeypatch.setattr(module, "_MOST_KEPT", 2)
     now_s = 0.0
     commands = CacheCommands(
-        world.manager.cache, lambda found, _: found, lambda: None, lambda: now_s
+        *(world.manager.cache, lambda found, *_: found, None, lambda: None, lambda: now_s)
     )
     world.manager.commands = commands
     count = {"do": "count", "hashes": [k(1).hex()]}
@@ -276,8 +276,8 @@ def test_commands_need_a_socket(monkeypatch):
         spec.get_manager()
 
 
-async def stored(engine, names):
-    async with engine.request("r", names) as request:
+async def stored(engine, names, tenant=None):
+    async with engine.request("r", names, tenant=tenant) as request:
         await engine.store(request, list(range(len(names))))
     while engine.driver.has_pending_work():
         await engine.wait_for_progress(1.0)
@@ -322,6 +322,45 @@ def test_the_command_line_manages_an_idle_engine(path):
     assert "5" in cleared.stdout
     assert not empty.stdout.strip()
     assert none.exit_code == 0, "what a listing has piped into it may be nothing"
+
+
+def test_the_command_line_deletes_the_blocks_of_one_tenant(path):
+    names = [bytes([number]) * 8 for number in range(3)]
+    config = {
+        **CONFIG,
+        "secondary_tiers": [{"type": "example"}],
+        "tenants": {"a": {}, "b": {}},
+        "cpu_bytes_to_use": "64KiB",
+        "status_socket": path,
+        "status_socket_commands": True,
+    }
+
+    async def manage():
+        tensors = {"l": torch.zeros(8, 4096, dtype=torch.uint8)}
+        async with OffloadEngine(config, kv_caches=tensors) as engine:
+            for tenant in "ab":
+                await stored(engine, names, tenant)
+            calls = [
+                ["delete", "-", "--tenant", "a"],
+                ["count", names[0].hex(), "--tenant", "a", "--json"],
+                ["count", names[0].hex(), "--json"],
+                ["delete", "--tenant", "a", "--json"],
+                ["list", "--place", "example", "--tenant", "a"],
+                ["list", "--place", "example", "--tenant", "b"],
+                ["delete", "--tenant", "c"],
+            ]
+            return [
+                await asyncio.to_thread(run, "cache", path, *arguments, text="")
+                for arguments in calls
+            ]
+
+    nothing, counted, default, deleted, gone, left, unknown = asyncio.run(manage())
+    assert (nothing.exit_code, "3" in nothing.stdout) == (0, False)
+    assert json.loads(counted.stdout)["done"] == {"primary": 1, "example": 1}
+    assert not any(json.loads(default.stdout)["done"].values())
+    assert json.loads(deleted.stdout)["done"] == {"primary": 3}
+    assert [len(each.stdout.split()) for each in (gone, left)] == [0, 3]
+    assert "tenant: 'c' is not valid" in unknown.output
 
 
 @pytest.mark.parametrize(

@@ -346,9 +346,11 @@ def test_an_engine_checks_its_tenants_keys_before_it_starts(tmp_path, keys):
         "secondary_tiers": [{"type": "fs", "root_dir": str(root), "capacity_bytes": "16MiB"}],
     }
     with TieringOffloadingSpec(config) as spec:
-        (tier,) = spec.config.secondary_tiers
-        assert len(tier["encryption_key_file"].rings) == len(tier["tenant_names"].rings) == 3
-        assert spec.get_manager()
+        (manager,) = spec.get_manager().secondary_tiers
+        assert manager.link.actor.location.endswith("names sealed with key of each tenant")
+        assert manager.tier._settings.is_encrypted
+        again = TieringOffloadingSpec(spec.config)
+        again.shutdown()
     tiers = [config["secondary_tiers"][0] | {"integrity_key_file": keys("i")}]
     with pytest.raises(ConfigError, match="integrity_key_file: does not go with encryption_key"):
         TieringOffloadingSpec(config | {"secondary_tiers": tiers})

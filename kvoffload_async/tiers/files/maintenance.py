@@ -124,6 +124,7 @@ class Removed:
         dry_run: Whether nothing was changed.
         corrupt: Corrupt blocks.
         unknown_files: Files that are not part of a store.
+        tenant_blocks: Blocks of the given tenant.
         freed_bytes: Disk bytes of everything removed.
         failures: What could not be removed or read, and why.
     """
@@ -132,6 +133,7 @@ class Removed:
     dry_run: bool
     corrupt: list[str] = field(default_factory=list)
     unknown_files: list[str] = field(default_factory=list)
+    tenant_blocks: list[str] = field(default_factory=list)
     freed_bytes: int = 0
     failures: list[str] = field(default_factory=list)
 
@@ -141,6 +143,7 @@ class Removed:
         return [
             ("corrupt blocks", f"{len(self.corrupt):,}"),
             ("unknown files", f"{len(self.unknown_files):,}"),
+            ("blocks of the tenant", f"{len(self.tenant_blocks):,}"),
             ("bytes on disk", f"{self.freed_bytes:,}"),
         ]
 

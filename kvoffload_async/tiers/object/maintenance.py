@@ -184,6 +184,7 @@ class Removed:
     surplus_objects: int = 0
     corrupt_objects: int = 0
     unknown_files: int = 0
+    tenant_objects: int = 0
     freed_bytes: int = 0
 
     @property
@@ -391,20 +392,12 @@ class ObjectMaintenance(StoreMaintenance):
         rest: list[FoundObject] = []
         unwanted: list[tuple[FoundObject, str]] = []
         for item in page:
-            if item.key is None:
-                folder = item.name.split("/")[1]
-                is_leftover = folder in {RENEWALS, RECORDS} or not item.size_bytes
-                if item.age_s >= options.older_than_s and (is_leftover or options.unknown_files):
-                    removed.unknown_files += 1
-                    unwanted.append((item, "not a block"))
-            elif options.max_age_s is not None and item.age_s >= options.max_age_s:
-                removed.expired_objects += 1
-                unwanted.append((item, "too old"))
-            elif surplus_age_s is not None and item.age_s >= surplus_age_s:
-                removed.surplus_objects += 1
-                unwanted.append((item, "too much"))
-            else:
+            if (why := _unwanted(item, options, surplus_age_s)) is None:
                 rest.append(item)
+            else:
+                figure, reason = why
+                setattr(removed, figure, getattr(removed, figure) + 1)
+                unwanted.append((item, reason))
         for item, verdict, reason in await self._verdicts(rest) if options.corrupt else ():
             if verdict is Verdict.CORRUPT:
                 removed.corrupt_objects += 1
@@ -460,6 +453,24 @@ class ObjectMaintenance(StoreMaintenance):
             blocks = [item for item in page if item.key is not None]
             tasks = {item: group.create_task(verdict(item)) for item in blocks}
         return [(item, *task.result()) for item, task in tasks.items()]
+
+
+def _unwanted(
+    item: FoundObject, options: GcOptions, surplus_age_s: float | None
+) -> tuple[str, str] | None:
+    """Return the figure and the reason under which `gc` removes an object unread, or None."""
+    if item.key is None:
+        folder = item.name.split("/")[1]
+        is_leftover = folder in {RENEWALS, RECORDS} or not item.size_bytes
+        is_wanted = item.age_s < options.older_than_s or not (is_leftover or options.unknown_files)
+        return None if is_wanted else ("unknown_files", "not a block")
+    if options.selects(item.key):
+        return "tenant_objects", "of the tenant"
+    if options.max_age_s is not None and item.age_s >= options.max_age_s:
+        return "expired_objects", "too old"
+    if surplus_age_s is not None and item.age_s >= surplus_age_s:
+        return "surplus_objects", "too much"
+    return None
 
 
 def _prefix_of(name: str) -> int:

@@ -133,6 +133,9 @@ class NamespaceCleanup(Cleanup[RemovedFiles]):
         for file in scan.unknown_files if self._options.unknown_files else ():
             if file.modified_s <= latest_s:
                 self._unlink(file, removed.unknown_files, "no block")
+        for block in scan.blocks:
+            if self._options.selects(block.key):
+                self._unlink(block, removed.tenant_blocks, "of the tenant")
         left = {writer_of(t.path) for t in temps.dead if t.path not in self._gone}
         self._remove_entries(sorted(writers.dead - left))
         self._remove_folders(scan)
@@ -322,7 +325,8 @@ class FsMaintenance(FolderMaintenance):
             for reason in scan.unreadable:
                 cleanup.fail(reason)
             writers = await io.run(cleanup.other_writers)
-            blocks = scan.blocks if options.corrupt else []
+            kept = [block for block in scan.blocks if not options.selects(block.key)]
+            blocks = kept if options.corrupt else []
             checker = BlockChecker(
                 *(self._ops, self._namespace, blocks, self._key),
                 remove_corrupt=not options.dry_run,

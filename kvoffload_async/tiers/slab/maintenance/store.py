@@ -51,7 +51,12 @@ from kvoffload_async.tiers.slab.maintenance.inspection import (
     user_of,
     verify_slab,
 )
-from kvoffload_async.tiers.slab.records import CHECKPOINT_FRAME_RECORDS, Records, checkpoint
+from kvoffload_async.tiers.slab.records import (
+    CHECKPOINT_FRAME_RECORDS,
+    Records,
+    checkpoint,
+    keys_of,
+)
 from kvoffload_async.tiers.slab.recovery import Session, replace_file
 
 
@@ -85,18 +90,25 @@ class StoreCleanup(Cleanup[RemovedParts]):
         self._options = options
 
     def drop(self, contents: Contents, corrupt: Mapping[int, BadBlock]) -> None:
-        """Remove corrupt blocks from the journal, given by their row in `contents.live`."""
-        if not corrupt:
+        """Remove corrupt blocks, given by their row in `contents.live`, from the journal.
+
+        And those of the tenant.
+        """
+        keys = keys_of(contents.live) if self._options.tenant_tag is not None else []
+        owned = {row: key for row, key in enumerate(keys) if self._options.selects(key)}
+        if not (corrupt or owned):
             return
         is_kept = np.ones(len(contents.live), dtype=np.bool_)
-        is_kept[list(corrupt)] = False
+        is_kept[[*corrupt, *owned]] = False
         if not self._options.dry_run:
             try:
                 self._write_journal(contents, contents.live[is_kept])
             except OSError as error:
                 self.fail(f"the journal cannot be written: {error.strerror or error}")
                 return
-        self.removed.blocks -= len(corrupt)
+        self.removed.blocks = int(is_kept.sum())
+        for key in owned.values():
+            self.note(self.removed.tenant_blocks, Removal(key.hex(), "of the tenant"))
         for bad in corrupt.values():
             problem = problem_of(Verdict.CORRUPT, bad).text
             self.note(self.removed.corrupt, Removal(bad.what, bad.reason), problem)
@@ -212,10 +224,10 @@ class SlabMaintenance(FolderMaintenance):
         if options.dry_run and (await io.run(user_of, self._ops, self.folder)) is not None:
             contents.found.temps.clear()  # they are being written
         cleanup.removed.blocks = len(contents.live)
+        corrupt: dict[int, BadBlock] = {}
         if options.corrupt and (refusal := key_problem(contents, self._key)):
             cleanup.fail(refusal)
         elif options.corrupt:
-            corrupt: dict[int, BadBlock] = {}
             async with aclosing(verify_slab(io, self.folder, contents, self._key)) as checked:
                 async for outcome in checked:
                     if outcome.verdict is Verdict.CORRUPT:
@@ -225,7 +237,7 @@ class SlabMaintenance(FolderMaintenance):
                         cleanup.fail(problem.text, problem.what)
             if io.control.should_stop():
                 return
-            await io.run(cleanup.drop, contents, corrupt)
+        await io.run(cleanup.drop, contents, corrupt)
         await io.run(cleanup.remove_files, contents)
 
 
