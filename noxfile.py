@@ -286,7 +286,8 @@ def sanitize(session: nox.Session) -> None:
     rounds, seed = (*session.posargs, *("100", "1")[len(session.posargs) :])
     folder = Path(session.create_tmp()).resolve()
     native = ROOT / "kvoffload_async" / "block_io" / "native"
-    sources = [native / "pool.c", native / "blocks.c", *sorted((ROOT / "tests/native").glob("*.c"))]
+    sources = [native / f"{name}.c" for name in ("pool", "blocks", "sealing")]
+    sources += sorted((ROOT / "tests/native").glob("*.c"))
     for name in ("address,undefined", "thread"):
         program = folder / f"engine-{name.replace(',', '-')}"
         session.run(

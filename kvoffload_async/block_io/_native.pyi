@@ -57,12 +57,14 @@ class Engine:
         call: int,
         callable_: object,
         name: str,
+        sealing: tuple[bytes, bytes, bytes] | None,
         /,
     ) -> Engine:
         """Start the threads.
 
         See `engine.Engine`. `hashes` is `struct hashes` of block_io.h; `call` the address of a
         `file_caller` that replaces the system calls, or 0; `callable_` keeps it alive.
+        `sealing` is how to encrypt: `struct ciphers`, `struct secret` of each key, info of HKDF.
 
         Raises:
             OSError: Memory, threads or descriptors are exhausted.
@@ -79,6 +81,7 @@ class Engine:
         prefix: bytes,
         places: tuple[tuple[int, int, int], ...] | bytes,
         other: _Files | Buffer | None,
+        seals: bytes,
         /,
     ) -> int:
         """Submit a batch of a kind in `enum batch_kind`; return its ticket.
@@ -93,6 +96,7 @@ class Engine:
             prefix: See `engine.Engine.extents`.
             places: Runs, or packed copies.
             other: Files, or the source buffer of copies.
+            seals: For encrypted stores, the begin of each block's seal, up to the tag.
         """
 
     def take(self) -> list[tuple[int, Any]]:

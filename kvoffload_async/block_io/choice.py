@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvoffload_async.abc.tier import TierEnvironment
 from kvoffload_async.block_io import build
-from kvoffload_async.block_io.contract import BlockDigests, BlockIo, FileCalls
-from kvoffload_async.block_io.hashes import addresses
+from kvoffload_async.block_io.contract import BlockDigests, BlockIo, FileCalls, Seals
+from kvoffload_async.block_io.hashes import addresses, cipher_addresses
 from kvoffload_async.block_io.python_io import PythonBlockIo
 from kvoffload_async.errors import ConfigError, naming_shortage, shortage_remedy, text_of
 from kvoffload_async.system_calls import REMEDY, RefusedCallError
@@ -84,7 +84,7 @@ def create_block_io(
     Args:
         env: The tier's environment; its buffer is held until the `BlockIo` is closed.
         calls: System calls, used by Python threads.
-        digests: Computes checksums. With a key, Python threads copy the blocks.
+        digests: Computes checksums. With an integrity key, Python threads copy the blocks.
         slot_bytes: Distance between rows in a file.
         threads: Number of threads that copy bytes.
         piece_bytes: Approximate bytes that one Python thread copies at a time.
@@ -100,29 +100,46 @@ def create_block_io(
     others = PythonBlockIo(
         env.io, calls, env.kv_view, digests, slot_bytes, threads=threads, piece_bytes=piece_bytes
     )
-    if chosen.name == "python" or digests.is_keyed or (is_direct and not others.is_aligned):
+    seals = None if digests.cipher is None else digests.cipher.seals
+    is_refused = is_direct and not others.is_aligned
+    if chosen.name == "python" or is_refused or not _can_make(digests, seals):
         return others
     others.release()
-    return _native_io(env, None if is_system else calls, digests, slot_bytes, threads)
+    calls_or_system = None if is_system else calls
+    return _native_io(env, calls_or_system, digests.prefix, seals, slot_bytes, threads=threads)
 
 
 def create_file_io(
     env: TierEnvironment,
     calls: FileCalls,
     digests: BlockDigests,
+    seals: Seals | None = None,
     *,
     threads: int,
     is_system: bool = True,
 ) -> NativeBlockIo | None:
     """Create native I/O for whole files; None if native code is not used.
 
-    Arguments and errors are those of `create_block_io`.
+    Arguments and errors are those of `create_block_io`. With `seals`, blocks are encrypted, and the
+    attribute of a file has its seal.
     """
     chosen = _chosen_here()
-    if chosen.name == "python" or digests.is_keyed:
+    if chosen.name == "python" or not _can_make(digests, seals):
         return None
     row_bytes = env.kv_view.nbytes // len(env.kv_view)
-    return _native_io(env, None if is_system else calls, digests, row_bytes, threads)
+    calls_or_system = None if is_system else calls
+    return _native_io(env, calls_or_system, digests.prefix, seals, row_bytes, threads=threads)
+
+
+def _can_make(digests: BlockDigests, seals: Seals | None) -> bool:
+    """Return whether native code can compute the checksums or, if there are seals, encrypt."""
+    if seals is None:
+        return not digests.is_keyed
+    if not seals.secrets:
+        return False
+    why = _cipher_obstacle()
+    _log_python_encryption(why)
+    return not why
 
 
 def _chosen_here() -> Implementation:
@@ -154,15 +171,19 @@ def create_copies() -> NativeCopies | None:
 def _native_io(
     env: TierEnvironment,
     calls: FileCalls | None,
-    digests: BlockDigests,
+    prefix: bytes,
+    seals: Seals | None,
     slot_bytes: int,
+    *,
     threads: int,
 ) -> NativeBlockIo:
     # Imported here because the native module may be missing.
     from kvoffload_async.block_io.native_io import NativeBlockIo  # noqa: PLC0415
 
     with naming_shortage(f"block I/O: {threads} native threads cannot be started"):
-        return NativeBlockIo(env.io, calls, env.kv_view, digests, slot_bytes, threads=threads)
+        return NativeBlockIo(
+            env.io, calls, env.kv_view, prefix, slot_bytes, threads=threads, seals=seals
+        )
 
 
 @cache
@@ -187,6 +208,34 @@ def _obstacle() -> str:
             return f"it was not built ({error}); {_REMEDY}"
         return f"it does not work with the xxhash package here ({error}); install another xxhash"
     return ""
+
+
+@cache
+def _cipher_obstacle() -> str:
+    """Return why native code cannot encrypt, although it can be used; empty if it can.
+
+    Raises:
+        OSError, MemoryError: The process lacks descriptors, memory or threads. This is not cached.
+    """
+    engine = importlib.import_module("kvoffload_async.block_io.engine")
+    try:
+        engine.check_ciphers(addresses(), cipher_addresses())
+    except _OBSTACLES as error:
+        if shortage_remedy(error):
+            raise
+        return text_of(error)
+    return ""
+
+
+@cache
+def _log_python_encryption(why: str) -> None:
+    """Log once if Python threads encrypt where native threads could copy."""
+    if why:
+        logger.warning(
+            "encryption_key_file: Python threads encrypt, which is slower, because native code "
+            "finds no usable OpenSSL here (%s); use a Python that loads a shared OpenSSL",
+            why,
+        )
 
 
 @cache

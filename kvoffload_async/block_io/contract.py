@@ -140,15 +140,52 @@ class StoredFiles(NamedTuple):
     disk_bytes: Sequence[int]
 
 
+class Seals(Protocol):
+    """The seals of encrypted blocks, for code that encrypts them elsewhere. Thread: any.
+
+    Attributes:
+        info: Information of HKDF, followed by its counter, the byte 1.
+        prefix: Associated data before the block's key, which is prefixed with its length.
+        secrets: Id, length and bytes of each key, as packed for `Sealing`; empty if tenants have
+            different keys, which native code does not tell apart.
+    """
+
+    @property
+    def info(self) -> bytes: ...
+
+    @property
+    def prefix(self) -> bytes: ...
+
+    @property
+    def secrets(self) -> bytes: ...
+
+    def begin(self, count: int, /) -> bytes:
+        """Return new seals without their tags, `TAG_AT` bytes each, to encrypt one block each."""
+        ...
+
+    def has_key(self, seal: bytes, /) -> bool:
+        """Return whether the seal's key is given here; the first other is logged."""
+        ...
+
+
+TAG_AT: Final = 36
+SEAL_BYTES: Final = TAG_AT + DIGEST_BYTES
+"""Length of a seal: key id (8 bytes), salt (16), nonce (12), tag."""
+
+
 class Cipher(Protocol):
     """Encrypts and decrypts blocks between rows and slots. Thread: any.
 
     Attributes:
         tail_bytes: Bytes of a slot behind the block that the cipher uses.
+        seals: Seals of the blocks, each of which is behind its block, with the tag as checksum.
     """
 
     @property
     def tail_bytes(self) -> int: ...
+
+    @property
+    def seals(self) -> Seals: ...
 
     def encrypt(self, key: OffloadKey, row: memoryview, slot: memoryview, /) -> bytes:
         """Encrypt a row into a slot, and return the checksum, `DIGEST_BYTES` long."""

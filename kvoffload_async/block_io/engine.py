@@ -17,13 +17,21 @@ import select
 import stat as stat_module
 import struct
 import traceback
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 import xxhash
 
 from kvoffload_async.block_io._native import Engine as _Threads
-from kvoffload_async.block_io.contract import Attribute, FileBatch, FileCalls, FileStores
+from kvoffload_async.block_io.contract import (
+    SEAL_BYTES,
+    TAG_AT,
+    Attribute,
+    FileBatch,
+    FileCalls,
+    FileStores,
+)
 from kvoffload_async.system_calls import naming_refusal
 
 if TYPE_CHECKING:
@@ -179,6 +187,19 @@ _CHECK_MS: Final = 10_000
 _COPY_BYTES: Final = 48
 
 
+class Sealing(NamedTuple):
+    """How an engine encrypts blocks.
+
+    Attributes:
+        ciphers: Result of `hashes.cipher_addresses`.
+        secrets, info: See `Seals`.
+    """
+
+    ciphers: tuple[int, ...]
+    secrets: bytes
+    info: bytes
+
+
 class Memory:
     """Rows of a buffer, which is held until `release` and until no batch uses it.
 
@@ -238,6 +259,7 @@ class Engine:
         name: str = "kvoffload",
         piece_bytes: int = PIECE_BYTES,
         part_bytes: int = PART_BYTES,
+        sealing: Sealing | None = None,
     ) -> None:
         """Start the threads.
 
@@ -251,6 +273,8 @@ class Engine:
             name: Name of the threads; truncated to 15 bytes.
             piece_bytes: See `PIECE_BYTES`.
             part_bytes: See `PART_BYTES`.
+            sealing: How to encrypt blocks. Then every block has a key, and a digest is a seal of
+                `SEAL_BYTES`; stores get its begin, and in extents it is behind the block.
 
         Raises:
             OSError: Memory, threads or descriptors are exhausted.
@@ -264,10 +288,14 @@ class Engine:
         if not all(hashes):
             raise ValueError(f"hashes: address {hashes.index(0)} is zero")
         call, callable_ = (0, None) if ops is None else adapter(ops)
+        packed = None
+        if sealing is not None:
+            ciphers = struct.pack(f"{len(sealing.ciphers)}P", *sealing.ciphers)
+            packed = ciphers, sealing.secrets, sealing.info
         self._threads = _Threads(
             *(load_threads, store_threads, spare_threads, queued, piece_bytes, part_bytes),
             struct.pack(f"{len(hashes)}P", *hashes),
-            *(call, callable_, name),
+            *(call, callable_, name, packed),
         )
         self._submit = self._threads.submit
         self.take = self._threads.take
@@ -291,17 +319,21 @@ class Engine:
         runs: Sequence[tuple[int, int, int]],
         keys: Sequence[bytes] | None,
         prefix: bytes,
+        seals: bytes = b"",
     ) -> int:
         """Copy rows to or from runs of slots: (descriptor, offset, number of rows), in order.
 
-        Outcome: ({index: errno}, digests). Errno -1: the file ended early. If a call fails, blocks
+        Outcome: ({index: errno}, digests). Errno -1: the file ended early; -2: the block cannot be
+        decrypted, and its row is wiped, but its seal is among the digests. If a call fails, blocks
         of its run not known to be complete fail as well; other runs continue. With `keys`, there
         are digests of 16 bytes each, seeded by the prefix and the key, undefined for failed blocks.
         """
         if keys is not None:
             keys = tuple(keys)
         held, rows, runs = memory.rows or _released(), tuple(rows), tuple(runs)
-        return self._submit(_EXTENTS, is_store, len(rows), held, rows, keys, prefix, runs, None)
+        return self._submit(
+            *(_EXTENTS, is_store, len(rows), held, rows, keys, prefix, runs, None, seals)
+        )
 
     def load_files(
         self,
@@ -323,9 +355,18 @@ class Engine:
         names = (*_located(files.root, files.names), *attribute, tuple(expected), *_STORES_NOTHING)
         held, rows = memory.rows or _released(), tuple(files.rows)
         keys = tuple(files.keys) if verify else None
-        return self._submit(_LOAD_FILES, False, len(rows), held, rows, keys, prefix, (), names)
+        return self._submit(
+            *(_LOAD_FILES, False, len(rows), held, rows, keys, prefix, (), names, b"")
+        )
 
-    def store_files(self, memory: Memory, files: FileBatch, prefix: bytes, how: FileStores) -> int:
+    def store_files(
+        self,
+        memory: Memory,
+        files: FileBatch,
+        prefix: bytes,
+        how: FileStores,
+        seals: bytes = b"",
+    ) -> int:
         """Write each row to a temporary file, and rename it unless the name exists.
 
         A victim, unless empty, is renamed first, and overwritten if no file `marker` exists, it has
@@ -347,12 +388,16 @@ class Engine:
         )
         held, rows = memory.rows or _released(), tuple(files.rows)
         keys = tuple(files.keys) if how.has_digest else None
-        return self._submit(_STORE_FILES, True, len(rows), held, rows, keys, prefix, (), names)
+        return self._submit(
+            *(_STORE_FILES, True, len(rows), held, rows, keys, prefix, (), names, seals)
+        )
 
     def has_files(self, root: tuple[int, str], names: Sequence[str]) -> int:
         """Check if files exist. Outcome: one byte per name, 1 for a regular file, otherwise 0."""
         files = (*_located(root, names), "", b"", (), *_STORES_NOTHING)
-        return self._submit(_HAS_FILES, False, len(names), _NO_MEMORY, (), None, b"", (), files)
+        return self._submit(
+            *(_HAS_FILES, False, len(names), _NO_MEMORY, (), None, b"", (), files, b"")
+        )
 
     def copies(self, target: Memory, source: Memory, parts: Buffer) -> int:
         """Copy bytes between memories, in fragments at equal distances; one thread for each copy.
@@ -371,7 +416,7 @@ class Engine:
             raise ValueError(f"parts: {len(packed)} bytes are not copies of {_COPY_BYTES} bytes")
         to, begin = (memory.rows or _released() for memory in (target, source))
         return self._submit(
-            *(_COPIES, False, count, (to[0], 1, 1), (), None, b"", packed, begin[0]),
+            *(_COPIES, False, count, (to[0], 1, 1), (), None, b"", packed, begin[0], b""),
         )
 
     def withdraw(self, ticket: int) -> None:
@@ -405,26 +450,66 @@ def check_hashes(hashes: tuple[int, ...]) -> None:
     """
     data, key, prefix = bytes(range(256)) * 16, b"key", b"prefix\0"
     seed = xxhash.xxh3_64_intdigest(prefix + key)
+    with _checked(hashes) as (engine, fd):
+        for size in (1, 100, 1000, len(data)):
+            memory, runs = engine.map(data[:size], size, size), ((fd, 0, 1),)
+            engine.extents(memory, True, (0,), runs, (key,), prefix)
+            _, digest = _outcome(engine)
+            if digest != xxhash.xxh3_128_digest(data[:size], seed):
+                raise RuntimeError("hashes: the functions do not compute XXH3")
+
+
+def check_ciphers(hashes: tuple[int, ...], ciphers: tuple[int, ...]) -> None:
+    """Check that the engine makes a known seal, of a block in several pieces, and opens the block.
+
+    Raises:
+        OSError: The engine cannot be opened.
+        RuntimeError: It does not, or the check does not end.
+    """
+    data, begin = bytes(range(256)) * 16, bytes(range(TAG_AT))
+    size, key, prefix = len(data), b"key", b"prefix"
+    sealing = Sealing(ciphers, struct.pack("8sQ64s", begin[:8], 4, b"test"), b"info\1")
+    loaded = bytearray(size)
+    with _checked(hashes, sealing) as (engine, fd):
+        for memory, is_store in ((data, True), (loaded, False)):
+            rows = engine.map(memory, size, size + SEAL_BYTES)
+            runs, seals = ((fd, 0, 1),), begin if is_store else b""
+            engine.extents(rows, is_store, (0,), runs, (key,), prefix, seals)
+            if _outcome(engine) != ({}, begin + _KNOWN_TAG):
+                raise RuntimeError("ciphers: the functions do not compute AES-256-GCM")
+    if loaded != data:
+        raise RuntimeError("ciphers: the functions do not decrypt what they encrypt")
+
+
+_KNOWN_TAG: Final = bytes.fromhex("c92d1c9a8d9fc12ca5dbb5f51710dca4")
+"""Computed by `cryptography`."""
+
+
+@contextmanager
+def _checked(
+    hashes: tuple[int, ...], sealing: Sealing | None = None
+) -> Iterator[tuple[Engine, int]]:
+    """Open an engine with small pieces, and a file in memory."""
     with naming_refusal("memfd_create"):
         fd = os.memfd_create("check")
-    with os.fdopen(fd, "wb") as file:
+    with os.fdopen(fd, "wb"):
         with naming_refusal("eventfd2"):
-            engine = Engine(1, 1, 0, 8, hashes, piece_bytes=1000)
+            engine = Engine(1, 1, 0, 8, hashes, piece_bytes=1000, sealing=sealing)
         try:
-            sizes = {}
-            for size in (1, 100, 1000, len(data)):
-                memory, runs = engine.map(data[:size], size, size), ((file.fileno(), 0, 1),)
-                sizes[engine.extents(memory, True, (0,), runs, (key,), prefix)] = size
-            ends = select.poll()  # select.select is limited to small descriptors
-            ends.register(engine.fd, select.POLLIN)
-            while sizes:
-                if not ends.poll(_CHECK_MS):
-                    raise RuntimeError("hashes: the check timed out")
-                for ticket, (_, digest) in engine.take():
-                    if digest != xxhash.xxh3_128_digest(data[: sizes.pop(ticket)], seed):
-                        raise RuntimeError("hashes: the functions do not compute XXH3")
+            yield engine, fd
         finally:
             engine.close(1.0)
+
+
+def _outcome(engine: Engine) -> tuple[dict[int, int], bytes]:
+    """Wait until the batch of extents has ended."""
+    ends = select.poll()  # select.select is limited to small descriptors
+    ends.register(engine.fd, select.POLLIN)
+    if not ends.poll(_CHECK_MS):
+        raise RuntimeError("the check of the native functions timed out")
+    outcome: tuple[dict[int, int], bytes]
+    ((_, outcome),) = engine.take()
+    return outcome
 
 
 def _released() -> NoReturn:

@@ -1,7 +1,8 @@
-"""Addresses of the `xxhash` package's C functions, for native code with the same hashes.
+"""Addresses of the C functions of the `xxhash` package and of OpenSSL, for native code.
 
 The package's shared object exports the C library, including streaming functions, so that neither
-the algorithm nor a private structure has to be duplicated.
+the algorithm nor a private structure has to be duplicated. OpenSSL is the one that the interpreter
+has loaded.
 """
 
 from __future__ import annotations
@@ -20,6 +21,19 @@ _NAMES: Final = (
 )
 """Names of the C functions, in the order of the native engine's parameters."""
 
+_CIPHER_NAMES: Final = (
+    "EVP_CIPHER_CTX_new",
+    "EVP_CIPHER_CTX_free",
+    "EVP_CipherInit_ex",
+    "EVP_CipherUpdate",
+    "EVP_CipherFinal_ex",
+    "EVP_CIPHER_CTX_ctrl",
+    "EVP_aes_256_gcm",
+    "EVP_sha256",
+    "HMAC",
+)
+"""Names of OpenSSL's functions, in the order of `struct ciphers` in block_io.h."""
+
 
 def addresses() -> tuple[int, ...]:
     """Return the addresses of the C functions; prefers variants that dispatch by processor.
@@ -33,6 +47,20 @@ def addresses() -> tuple[int, ...]:
         raise OSError("the xxhash package has no shared object")
     library = ctypes.CDLL(found.origin)
     return tuple(_address(library, name) for name in _NAMES)
+
+
+def cipher_addresses() -> tuple[int, ...]:
+    """Return the addresses of OpenSSL's functions.
+
+    Raises:
+        OSError: The interpreter has no OpenSSL, or one that is linked statically.
+        AttributeError: A function is not exported.
+    """
+    found = importlib.util.find_spec("_hashlib")
+    if found is None or not found.has_location:
+        raise OSError("the interpreter loads no OpenSSL as a shared library")
+    library = ctypes.CDLL(found.origin)
+    return tuple(_address(library, name) for name in _CIPHER_NAMES)
 
 
 def _address(library: ctypes.CDLL, name: str) -> int:

@@ -10,8 +10,10 @@ from typing import Any, ClassVar, Concatenate, Final, ParamSpec
 
 from kvoffload_async.abc.tier import Direction, IoRunner
 from kvoffload_async.block_io.contract import (
+    NOT_DECRYPTED,
+    SEAL_BYTES,
+    TAG_AT,
     Attribute,
-    BlockDigests,
     BlockIo,
     FileBatch,
     FileCalls,
@@ -19,10 +21,11 @@ from kvoffload_async.block_io.contract import (
     LoadedFiles,
     Moved,
     Run,
+    Seals,
     StoredFiles,
 )
-from kvoffload_async.block_io.engine import Engine, Memory
-from kvoffload_async.block_io.hashes import addresses
+from kvoffload_async.block_io.engine import Engine, Memory, Sealing
+from kvoffload_async.block_io.hashes import addresses, cipher_addresses
 from kvoffload_async.errors import BusyError, TierClosedError
 from kvoffload_async.types import OffloadKey
 from kvoffload_async.waiting import LastingFuture
@@ -34,6 +37,9 @@ logger = logging.getLogger(__name__)
 _QUEUED: Final = 4096
 """Maximum number of queued batches per direction."""
 
+_SEALED_PIECE_BYTES: Final = 128 << 10
+"""Maximum bytes of a system call where blocks are encrypted; tuned by measurement."""
+
 _HUNG_AFTER_S: Final = 1.0
 """Seconds in one system call after which a thread is replaced by a spare one."""
 
@@ -43,19 +49,24 @@ _CLOSE_S: Final = 5.0
 Arguments = ParamSpec("Arguments")
 
 
-def open_engine(threads: int, calls: FileCalls | None = None) -> Engine:
+def open_engine(threads: int, calls: FileCalls | None = None, seals: Seals | None = None) -> Engine:
     """Open a native engine with a tier's thread counts.
 
     Args:
         threads: Number of threads that copy; as many spare ones may replace hanging threads.
         calls: Replaces the system calls; called with the GIL.
+        seals: Encrypts the blocks, if given.
 
     Raises:
         OSError: Threads cannot be started.
     """
     store_threads = max(1, threads // 3)
     load_threads = max(1, threads - store_threads)
-    return Engine(load_threads, store_threads, threads, _QUEUED, addresses(), calls)
+    opened = partial(Engine, load_threads, store_threads, threads, _QUEUED, addresses(), calls)
+    if seals is None:
+        return opened()
+    sealing = Sealing(cipher_addresses(), seals.secrets, seals.info)
+    return opened(piece_bytes=_SEALED_PIECE_BYTES, sealing=sealing)
 
 
 class NativeBlockIo(BlockIo):
@@ -72,18 +83,21 @@ class NativeBlockIo(BlockIo):
         io: IoRunner,
         calls: FileCalls | None,
         kv_view: memoryview,
-        digests: BlockDigests,
+        prefix: bytes,
         slot_bytes: int,
         *,
         threads: int,
+        seals: Seals | None = None,
     ) -> None:
         """Start the threads, on the loop that awaits them; see `create_block_io`.
 
-        `calls`, if given, replace the system calls, and are called with the GIL.
+        `calls`, if given, replace the system calls, and are called with the GIL. The prefix is that
+        of checksums; `seals`, if given, encrypt the blocks instead.
         """
         self._io = io
-        self._prefix = digests.prefix
-        self._engine: Engine | None = open_engine(threads, calls)
+        self._seals = seals
+        self._prefix = prefix if seals is None else seals.prefix
+        self._engine: Engine | None = open_engine(threads, calls, seals)
         self._flat = kv_view.cast("B", (kv_view.nbytes,))
         self._memory = self._engine.map(self._flat, kv_view.nbytes // len(kv_view), slot_bytes)
         self._pending: dict[int, asyncio.Future[Any]] = {}
@@ -101,10 +115,18 @@ class NativeBlockIo(BlockIo):
         *,
         is_direct: bool = False,
     ) -> Moved:
-        is_store, prefix = direction is Direction.STORE, self._prefix
-        return Moved(
-            *await self._submit(Engine.extents, self._memory, is_store, rows, runs, keys, prefix)
+        memory, seals, is_store = self._memory, self._seals, direction is Direction.STORE
+        prefix, begins = self._prefix, self._begins(len(rows)) if is_store else b""
+        errors, digests = await self._submit(
+            Engine.extents, memory, is_store, rows, runs, keys, prefix, begins
         )
+        if seals is None:
+            return Moved(errors, digests)
+        found = [digests[at : at + SEAL_BYTES] for at in range(0, len(digests), SEAL_BYTES)]
+        for index, code in errors.items():
+            if code == NOT_DECRYPTED:
+                seals.has_key(found[index])
+        return Moved(errors, b"".join([seal[TAG_AT:] for seal in found]))
 
     async def load_files(
         self,
@@ -144,7 +166,8 @@ class NativeBlockIo(BlockIo):
         Raises:
             BusyError: Too many batches are queued.
         """
-        storing = self._submit(Engine.store_files, self._memory, files, self._prefix, how)
+        begins = self._begins(len(files.rows))
+        storing = self._submit(Engine.store_files, self._memory, files, self._prefix, how, begins)
         try:
             await storing
         finally:
@@ -174,6 +197,9 @@ class NativeBlockIo(BlockIo):
             logger.warning("%d native threads are still in a system call and were abandoned", left)
         else:
             self._flat.release()
+
+    def _begins(self, count: int) -> bytes:
+        return b"" if self._seals is None else self._seals.begin(count)
 
     def _submit(
         self,

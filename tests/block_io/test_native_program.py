@@ -20,7 +20,8 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
     target = tmp_path_factory.mktemp("native") / "test_engine"
-    sources = [NATIVE / "pool.c", NATIVE / "blocks.c", *TESTS.glob("*.c")]
+    sources = [NATIVE / f"{name}.c" for name in ("pool", "blocks", "sealing")]
+    sources += TESTS.glob("*.c")
     command = [*build.compiler(), *build.FLAGS, "-O1", f"-I{NATIVE}", *map(str, sources)]
     subprocess.run([*command, "-o", str(target)], check=True)
     return target

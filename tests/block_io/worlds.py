@@ -74,13 +74,16 @@ async def world(
     pool = IoPool(2, 2, 1)
     view = memoryview(rows)
     calls = ops or FileOps()
-    common = view, DIGESTER, slot_bytes
     if implementation == "native":
         from kvoffload_async.block_io.native_io import NativeBlockIo
 
-        io = NativeBlockIo(pool, ops, *common, threads=threads)
+        io = NativeBlockIo(pool, ops, view, DIGESTER.prefix, slot_bytes, threads=threads)
     else:
-        io = PythonBlockIo(pool, calls, *common, threads=threads, piece_bytes=4 * slot_bytes)
+        io = PythonBlockIo(
+            *(pool, calls, view, DIGESTER, slot_bytes),
+            threads=threads,
+            piece_bytes=4 * slot_bytes,
+        )
     here = World(io, rows, calls, folder)
     try:
         yield here

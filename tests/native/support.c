@@ -129,6 +129,94 @@ static int free_state(void *state)
 
 const struct hashes plain_hashes = {NULL, create_state, reset, update, digest, free_state};
 
+/* -- a cipher that hides nothing: a stream of the nonce, and FNV-1a as its tag --------------------- */
+
+struct cipher {
+    uint64_t key, nonce, hash, at;
+    int is_encryption;
+    unsigned char tag[TAG_BYTES];
+};
+
+static uint64_t fnv(uint64_t hash, const unsigned char *data, size_t bytes)
+{
+    for (size_t i = 0; i < bytes; i++)
+        hash = (hash ^ data[i]) * 0x100000001b3u;
+    return hash;
+}
+
+static void *new_context(void)
+{
+    return calloc(1, sizeof(struct cipher));
+}
+
+static int init(void *context, const void *kind, void *engine, const unsigned char *key,
+                const unsigned char *nonce, int is_encryption)
+{
+    struct cipher *cipher = context;
+    (void)kind, (void)engine;
+    if (key != NULL)
+        cipher->key = fnv(1, key, 32);
+    if (nonce != NULL)
+        cipher->nonce = cipher->hash = fnv(cipher->key, nonce, TAG_AT - NONCE_AT);
+    cipher->at = 0;
+    cipher->is_encryption = is_encryption;
+    return 1;
+}
+
+static int code(void *context, unsigned char *to, int *done, const unsigned char *from, int bytes)
+{
+    struct cipher *cipher = context;
+    for (int i = 0; i < bytes; i++) {
+        unsigned char before = from[i];
+        if (to != NULL)
+            to[i] = before ^ (unsigned char)((cipher->nonce + cipher->at++ * 0x9e3779b97f4a7c15u) >> 32);
+        cipher->hash = fnv(cipher->hash, to != NULL && cipher->is_encryption ? to + i : &before, 1);
+    }
+    *done = bytes;
+    return 1;
+}
+
+static int final(void *context, unsigned char *to, int *done)
+{
+    struct cipher *cipher = context;
+    uint64_t tag[2] = {cipher->hash, ~cipher->hash};
+    (void)to;
+    *done = 0;
+    if (!cipher->is_encryption)
+        return memcmp(cipher->tag, tag, TAG_BYTES) == 0;
+    memcpy(cipher->tag, tag, TAG_BYTES);
+    return 1;
+}
+
+static int control(void *context, int kind, int bytes, void *tag)
+{
+    struct cipher *cipher = context;
+    CHECK(bytes == TAG_BYTES && (kind == 0x10 || kind == 0x11));
+    memcpy(kind == 0x10 ? tag : cipher->tag, kind == 0x10 ? cipher->tag : tag, TAG_BYTES);
+    return 1;
+}
+
+static const void *no_algorithm(void)
+{
+    return NULL;
+}
+
+static unsigned char *hmac(const void *hash, const void *key, int key_bytes,
+                           const unsigned char *data, size_t bytes, unsigned char *mac,
+                           unsigned int *mac_bytes)
+{
+    (void)hash, (void)mac_bytes;
+    uint64_t value = fnv(fnv(2, key, (size_t)key_bytes), data, bytes);
+    for (int i = 0; i < 32; i++)
+        mac[i] = (unsigned char)(value >> i % 8 * 8);
+    return mac;
+}
+
+static const struct secret secrets[] = {{{9}, 3, "one"}, {{7}, 64, "the key that is used"}};
+static const struct sealing plain_sealing = {
+    {new_context, free, init, code, final, control, no_algorithm, no_algorithm, hmac},
+    secrets, 2, (const unsigned char *)"info\1", 5};
+
 /* -- stores and batches ------------------------------------------------------------------------- */
 
 void open_store(struct store *store, size_t count, size_t row_bytes, size_t slot_bytes,
@@ -177,7 +265,24 @@ static struct batch *new_batch(struct store *store, enum batch_kind kind, bool i
                                     store->slot_bytes};
     batch->rows = rows;
     batch->seeds = seeds;
-    batch->digests = calloc(store->count, DIGEST_BYTES);
+    batch->has_digests = true;
+    batch->digest_bytes = store->is_encrypted ? SEAL_BYTES : DIGEST_BYTES;
+    batch->digests = calloc(store->count, batch->digest_bytes);
+    if (store->is_encrypted) {
+        batch->bound = calloc(store->count, sizeof *batch->bound);
+        CHECK(batch->bound != NULL);
+    }
+    for (size_t i = 0; i < store->count && store->is_encrypted; i++) {
+        batch->bound[i] = (struct bound){(const unsigned char *)"key", i % 4};
+        unsigned char *seal = digest_of(batch, i);
+        if (is_store) { /* of the second key, with one of two salts */
+            seal[0] = 7;
+            seal[KEY_ID_BYTES] = i % 5 == 0;
+            memcpy(seal + NONCE_AT, &i, sizeof i);
+        }
+    }
+    batch->bound_prefix = (const unsigned char *)"prefix";
+    batch->bound_prefix_bytes = 6;
     batch->statuses = calloc(store->count, 1);
     batch->parts = calloc(store->count + 1, sizeof *batch->parts);
     return batch;
@@ -231,6 +336,7 @@ void free_batch(struct batch *batch)
     free(batch->names);
     free(batch->rows);
     free(batch->seeds);
+    free(batch->bound);
     free(batch->runs);
     free(batch->expected);
     free((void *)(uintptr_t)batch->may_write);
@@ -268,12 +374,24 @@ void await_ended(struct engine *engine, struct batch *ended[], int num)
     }
 }
 
-struct engine *open_engine(size_t piece_bytes, int spare_threads, int queued)
+static struct engine *open_with(size_t piece_bytes, int spare_threads, int queued,
+                                const struct sealing *sealing)
 {
     struct limits limits = {{2, 1}, spare_threads, queued, piece_bytes, 4 * piece_bytes};
-    struct engine *engine = engine_open("test", &limits, make_faulty_call, &plain_hashes);
+    struct engine *engine = engine_open("test", &limits, make_faulty_call, &plain_hashes, sealing);
     CHECK(engine != NULL);
     return engine;
+}
+
+struct engine *open_engine(size_t piece_bytes, int spare_threads, int queued)
+{
+    static const struct sealing nothing;
+    return open_with(piece_bytes, spare_threads, queued, &nothing);
+}
+
+struct engine *open_encrypting_engine(size_t piece_bytes)
+{
+    return open_with(piece_bytes, 0, 8, &plain_sealing);
 }
 
 void close_engine(struct engine *engine)

@@ -1,4 +1,4 @@
-/* What the tests of the engine share: faults, hashes without XXH3, batches. Threads: see each. */
+/* What the tests of the engine share: faults, hashes and ciphers that are none, batches. Threads: see each. */
 
 #ifndef KVOFFLOAD_TESTS_SUPPORT_H
 #define KVOFFLOAD_TESTS_SUPPORT_H
@@ -42,6 +42,7 @@ struct store {
     int folder_fd;
     int fd;
     size_t count, row_bytes, slot_bytes;
+    bool is_encrypted;
     unsigned char *rows, *loaded;
 };
 
@@ -56,6 +57,7 @@ void check_digest(const struct store *store, const struct batch *batch, size_t i
 /* Waits until a number of batches has ended; they are in `ended`, in any order. */
 void await_ended(struct engine *engine, struct batch *ended[], int num);
 struct engine *open_engine(size_t piece_bytes, int spare_threads, int queued);
+struct engine *open_encrypting_engine(size_t piece_bytes);
 void close_engine(struct engine *engine);
 
 #endif

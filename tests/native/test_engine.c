@@ -71,11 +71,12 @@ static void test_extents_are_read_as_they_were_written(size_t row_bytes, size_t 
     close_store(&store);
 }
 
-static void test_short_and_interrupted_calls_go_on(void)
+static void test_short_and_interrupted_calls_go_on(bool is_encrypted)
 {
     struct store store;
-    struct engine *engine = open_engine(1024, 0, 8);
+    struct engine *engine = is_encrypted ? open_encrypting_engine(1024) : open_engine(1024, 0, 8);
     open_store(&store, 40, 5000, 5120, 1);
+    store.is_encrypted = is_encrypted;
     atomic_store(&faults.are_gentle, true);
     atomic_store(&faults.per_mille, 400);
     struct batch *batches[] = {extents_of(&store, true), extents_of(&store, false),
@@ -90,6 +91,126 @@ static void test_short_and_interrupted_calls_go_on(void)
     }
     atomic_store(&faults.per_mille, 0);
     atomic_store(&faults.are_gentle, false);
+    close_engine(engine);
+    close_store(&store);
+}
+
+static void flip(int fd, size_t at)
+{
+    unsigned char byte;
+    CHECK(pread(fd, &byte, 1, (off_t)at) == 1);
+    byte ^= 1;
+    CHECK(pwrite(fd, &byte, 1, (off_t)at) == 1);
+}
+
+/* Checks that a row has its block or, after a failure, no byte of it. */
+static void check_row(const struct store *store, const struct batch *batch, size_t index, bool is_whole)
+{
+    size_t at = (size_t)batch->rows[index] * store->row_bytes;
+    const unsigned char *row = store->loaded + at;
+    for (size_t i = 0; i < store->row_bytes; i++)
+        CHECK(row[i] == (is_whole ? store->rows[at + i] : 0));
+}
+
+static void test_encrypted_extents(size_t row_bytes, size_t slot_bytes)
+{
+    struct store store;
+    struct engine *engine = open_encrypting_engine(4096);
+    open_store(&store, 20, row_bytes, slot_bytes, row_bytes);
+    store.is_encrypted = true;
+    struct batch *stored = run(engine, extents_of(&store, true));
+    struct batch *loaded = run(engine, extents_of(&store, false));
+    check_statuses(stored, 0);
+    check_statuses(loaded, 0);
+    CHECK(memcmp(store.rows, store.loaded, store.count * row_bytes) == 0);
+    CHECK(memcmp(stored->digests, loaded->digests, store.count * SEAL_BYTES) == 0);
+    free_batch(loaded);
+
+    /* a byte of the block, its key's id, its salt, its nonce, its tag; the end of the last seal */
+    flip(store.fd, 2 * slot_bytes + row_bytes - 1);
+    flip(store.fd, 3 * slot_bytes + row_bytes);
+    flip(store.fd, 4 * slot_bytes + row_bytes + KEY_ID_BYTES);
+    flip(store.fd, 6 * slot_bytes + row_bytes + NONCE_AT);
+    flip(store.fd, 10 * slot_bytes + row_bytes + SEAL_BYTES - 1);
+    CHECK(ftruncate(store.fd, (off_t)(19 * slot_bytes + row_bytes + SEAL_BYTES - 1)) == 0);
+    memset(store.loaded, 0xff, store.count * row_bytes);
+    loaded = run(engine, extents_of(&store, false));
+    for (size_t i = 0; i < store.count; i++) {
+        bool is_bad = i == 2 || i == 3 || i == 4 || i == 6 || i == 10;
+        CHECK(loaded->statuses[i] == (is_bad    ? STATUS_NOT_DECRYPTED
+                                      : i == 19 ? STATUS_ENDED_EARLY
+                                                : 0));
+        if (i != 19 || row_bytes <= 4096) /* without its seal, a long row is not read */
+            check_row(&store, loaded, i, loaded->statuses[i] == 0);
+    }
+    CHECK(digest_of(loaded, 3)[0] == 6); /* of no key */
+    free_batch(stored);
+    free_batch(loaded);
+    close_engine(engine);
+    close_store(&store);
+}
+
+static void test_encrypted_files(size_t row_bytes)
+{
+    struct store store;
+    struct engine *engine = open_encrypting_engine(4096);
+    open_store(&store, 9, row_bytes, row_bytes, row_bytes);
+    store.is_encrypted = true;
+    struct batch *stored = run(engine, files_of(&store, BATCH_STORE_FILES));
+    check_statuses(stored, 0);
+    struct batch *loaded = run(engine, files_of(&store, BATCH_LOAD_FILES));
+    check_statuses(loaded, 0);
+    CHECK(memcmp(store.rows, store.loaded, store.count * row_bytes) == 0);
+    free_batch(loaded);
+
+    char value[1 + SEAL_BYTES], path[128];
+    for (int i = 0; i < 4; i++) { /* a byte of the block, its key's id, its tag, its length */
+        snprintf(path, sizeof path, "%s/leaf/%d.bin", store.folder, i);
+        int fd = open(path, O_RDWR);
+        CHECK(fd != -1 && fgetxattr(fd, "user.kvoffload.test", value, sizeof value) == sizeof value);
+        value[i == 1 ? 1 : SEAL_BYTES] ^= i == 1 || i == 2;
+        if (i == 0)
+            flip(fd, 0);
+        CHECK(fsetxattr(fd, "user.kvoffload.test", value, sizeof value, 0) == 0);
+        CHECK(ftruncate(fd, (off_t)row_bytes - (i == 3)) == 0 && close(fd) == 0);
+    }
+    loaded = files_of(&store, BATCH_LOAD_FILES);
+    memcpy(value + 1, digest_of(stored, 5), SEAL_BYTES); /* of another block than is expected of it */
+    value[0] = 1;
+    loaded->expected[4] = value;
+    run(engine, loaded);
+    for (size_t i = 0; i < store.count; i++) {
+        CHECK(loaded->statuses[i] == (i < 4));
+        check_row(&store, loaded, i, i >= 4);
+    }
+    free_batch(loaded);
+    free_batch(stored);
+    close_engine(engine);
+    close_store(&store);
+}
+
+/* Whatever fails, a row has its block, or the load failed. */
+static void test_encrypted_blocks_amid_faults(uint64_t seed)
+{
+    struct store store;
+    struct engine *engine = open_encrypting_engine(1024);
+    open_store(&store, 30, seed % 2 == 0 ? 300 : 3000, 4096, seed);
+    store.is_encrypted = true;
+    atomic_store(&faults.random, seed);
+    atomic_store(&faults.per_mille, 100);
+    for (int kind = 0; kind < 2; kind++) {
+        struct batch *stored = run(engine, kind == 0 ? extents_of(&store, true)
+                                                     : files_of(&store, BATCH_STORE_FILES));
+        struct batch *loaded = run(engine, kind == 0 ? extents_of(&store, false)
+                                                     : files_of(&store, BATCH_LOAD_FILES));
+        for (size_t i = 0; i < store.count; i++) {
+            if (loaded->statuses[i] == 0)
+                check_row(&store, loaded, i, true);
+        }
+        free_batch(stored);
+        free_batch(loaded);
+    }
+    atomic_store(&faults.per_mille, 0);
     close_engine(engine);
     close_store(&store);
 }
@@ -132,13 +253,11 @@ static void test_files(size_t row_bytes)
 
     if (mknodat(store.folder_fd, "leaf/device", S_IFCHR | 0600, makedev(1, 5)) == 0) { /* zeros */
         loaded = files_of(&store, BATCH_LOAD_FILES);
-        uint64_t *seeds = loaded->seeds;
-        loaded->seeds = NULL; /* nothing is verified */
+        loaded->has_digests = false; /* nothing is verified */
         free((void *)(uintptr_t)loaded->names[0]);
         loaded->names[0] = strdup("leaf/device");
         run(engine, loaded);
         CHECK(loaded->statuses[0] == 1 && loaded->statuses[1] == 0);
-        loaded->seeds = seeds;
         free_batch(loaded);
     }
 
@@ -333,7 +452,15 @@ static void run_unit_tests(void)
     test_extents_are_read_as_they_were_written(100, 128);
     test_extents_are_read_as_they_were_written(4096, 4096);
     test_extents_are_read_as_they_were_written(10001, 10240);
-    test_short_and_interrupted_calls_go_on();
+    test_short_and_interrupted_calls_go_on(false);
+    test_short_and_interrupted_calls_go_on(true);
+    test_encrypted_extents(1000, 1052);
+    test_encrypted_extents(4096, 8192);
+    test_encrypted_extents(10000, 12288);
+    test_encrypted_files(1000);
+    test_encrypted_files(10000);
+    for (uint64_t seed = 1; seed <= 20; seed++)
+        test_encrypted_blocks_amid_faults(seed);
     test_runs_fail_on_their_own();
     test_files(100);
     test_files(4096);

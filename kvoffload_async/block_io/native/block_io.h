@@ -2,6 +2,7 @@
 
    pool.c     threads, queues, completion of batches
    blocks.c   processing of one part of a batch, and the system calls
+   sealing.c  encryption of blocks
    module.c   the Python binding; only this file includes Python.h
 
    Threads: the owner, who opens the engine, submits and takes batches, one call at a time
@@ -23,6 +24,13 @@
 
 enum {
     DIGEST_BYTES = 16,
+    KEY_ID_BYTES = 8, /* of a seal, which takes the place of an encrypted block's digest */
+    SALT_BYTES = 16,
+    NONCE_AT = KEY_ID_BYTES + SALT_BYTES,
+    TAG_BYTES = 16,
+    TAG_AT = NONCE_AT + 12,
+    SEAL_BYTES = TAG_AT + TAG_BYTES,
+    MAX_SECRET_BYTES = 64,
     MAX_PAD_BYTES = 65536, /* between a row's end and its slot's end in a file */
     MAX_VALUE_BYTES = 64,  /* of the digest's attribute */
     MAX_NAME_BYTES = 4096,
@@ -42,6 +50,41 @@ struct hashes { /* engine.py has the same order */
     int (*update)(void *state, const void *data, size_t bytes);
     struct hash128 (*digest)(const void *state);
     int (*free_state)(void *state);
+};
+
+/* Addresses of OpenSSL's functions, which return 1 or a pointer on success. */
+struct ciphers { /* engine.py has the same order */
+    void *(*new_context)(void);
+    void (*free_context)(void *context);
+    int (*init)(void *context, const void *cipher, void *engine, const unsigned char *key,
+                const unsigned char *nonce, int is_encryption);
+    int (*update)(void *context, unsigned char *to, int *done, const unsigned char *from, int bytes);
+    int (*final)(void *context, unsigned char *to, int *done);
+    int (*control)(void *context, int kind, int bytes, void *tag);
+    const void *(*aes_256_gcm)(void);
+    const void *(*sha256)(void);
+    unsigned char *(*hmac)(const void *hash, const void *key, int key_bytes,
+                           const unsigned char *data, size_t bytes, unsigned char *mac,
+                           unsigned int *mac_bytes);
+};
+
+struct secret { /* engine.py has the same layout */
+    unsigned char id[KEY_ID_BYTES];
+    uint64_t num_bytes;
+    unsigned char bytes[MAX_SECRET_BYTES];
+};
+
+struct sealing { /* how an engine encrypts blocks */
+    struct ciphers ciphers;
+    const struct secret *keys;
+    size_t num_keys;
+    const unsigned char *info; /* of HKDF, with its final counter */
+    size_t info_bytes;
+};
+
+struct bound { /* bytes that are authenticated with a block */
+    const unsigned char *bytes;
+    size_t num_bytes;
 };
 
 /* -- system calls ------------------------------------------------------------------------------- */
@@ -114,7 +157,8 @@ enum batch_kind { /* engine.py has the same order */
 
 /* Status of a block: 0 on success, otherwise */
 enum status { /* engine.py has the same values */
-    STATUS_ENDED_EARLY = 255, /* EXTENTS: the file ended early; other values are errnos */
+    STATUS_ENDED_EARLY = 255,   /* EXTENTS: the file ended early; other values are errnos */
+    STATUS_NOT_DECRYPTED = 254, /* EXTENTS: the row is wiped */
     STATUS_NOT_BEGUN = 3,     /* LOAD_FILES, STORE_FILES; EXTENTS, COPIES: ECANCELED */
     STATUS_OTHERWISE = 1,     /* LOAD_FILES: not a complete, verified block below the root */
     STATUS_PRESENT = 1,       /* STORE_FILES: the name exists */
@@ -163,7 +207,12 @@ struct batch {
     struct memory memory; /* for copies: the target */
     const unsigned char *source;
     int64_t *rows;
-    uint64_t *seeds; /* of the blocks' digests; NULL: no digests */
+    bool has_digests;
+    size_t digest_bytes; /* DIGEST_BYTES; SEAL_BYTES if the engine encrypts */
+    uint64_t *seeds;     /* of the blocks' digests */
+    struct bound *bound; /* the blocks' keys, authenticated after the prefix; NULL: no encryption */
+    const unsigned char *bound_prefix;
+    size_t bound_prefix_bytes;
     struct run *runs;
     const struct copy *copies;
 
@@ -184,7 +233,7 @@ struct batch {
 
     /* the outcome, an item per block */
     unsigned char *statuses;
-    unsigned char *digests;
+    unsigned char *digests; /* before an encrypted store: the seals without their tags */
     int64_t *disk_bytes;
     int64_t *freed_bytes; /* disk usage of the victims; -1: not taken */
 
@@ -224,6 +273,9 @@ struct limits {
 struct worker { /* a thread and its private data */
     struct engine *engine;
     void *hash_state;
+    void *cipher; /* NULL, like the next, if the engine does not encrypt */
+    unsigned char *sealed; /* piece_bytes, for encrypted bytes to write */
+    unsigned char cipher_has[1 + KEY_ID_BYTES + SALT_BYTES]; /* direction + 1, key id, salt */
     struct folders folders;
     _Atomic int64_t in_call_since_ns; /* 0: not in a call */
     unsigned char scratch[MAX_PAD_BYTES]; /* destination of padding that is read */
@@ -246,6 +298,7 @@ struct queue {
 struct engine {
     struct limits limits;
     struct hashes hashes;
+    struct sealing sealing; /* without keys: blocks are not encrypted */
     file_caller *call;
     int event_fd;
     char name[16]; /* kernel limit of a thread's name */
@@ -266,10 +319,21 @@ void cut_batch(struct batch *batch, size_t part_bytes);
 void do_part(struct worker *worker, const struct part *part);
 void cancel_part(const struct part *part);
 
-/* pool.c. `open` returns NULL with errno set. `close` returns the number of hanging threads;
+static inline unsigned char *digest_of(const struct batch *batch, size_t index)
+{
+    return batch->digests + index * batch->digest_bytes;
+}
+
+/* sealing.c: encrypt a piece of a block or, in a load, decrypt it, also in place; the first piece
+   begins at 0, and no other block of the worker comes between its pieces. Returns 0 or a status;
+   until the last piece of a load returned 0, `to` is not to be trusted. */
+int seal_piece(struct worker *worker, const struct batch *batch, size_t index, size_t at,
+               unsigned char *to, const unsigned char *from, size_t bytes);
+
+/* pool.c. `open` returns NULL with errno set; what `sealing` points to must outlive the engine. `close` returns the number of hanging threads;
    the engine and all memory they use must then be kept until a later call returns 0. */
 struct engine *engine_open(const char *name, const struct limits *limits, file_caller *call,
-                           const struct hashes *hashes);
+                           const struct hashes *hashes, const struct sealing *sealing);
 int engine_submit(struct engine *engine, struct batch *batch); /* EAGAIN, ESHUTDOWN */
 struct batch *engine_take(struct engine *engine);               /* a list of the ended batches */
 void engine_put_back(struct engine *engine, struct batch *batches); /* taken, for a later take */

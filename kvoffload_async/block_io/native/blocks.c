@@ -4,7 +4,8 @@
    (owner's thread) and cancel_part (under the engine's mutex).
 
    Ownership: descriptors opened here are closed before the part ends. A digest is computed piece by
-   piece while the piece is in the CPU cache: before a write, after a read. */
+   piece while the piece is in the CPU cache: before a write, after a read. So are blocks encrypted,
+   into memory of the thread, and decrypted, in their rows. */
 
 #include "block_io.h"
 
@@ -90,18 +91,11 @@ static unsigned char *row_of(const struct batch *batch, size_t index)
     return batch->memory.base + (size_t)batch->rows[index] * batch->memory.row_bytes;
 }
 
-static unsigned char *digest_of(const struct batch *batch, size_t index)
-{
-    return batch->digests + index * DIGEST_BYTES;
-}
-
 /* Hashes bytes of some rows from `at`; a nonzero `at` continues the previous call. */
 static void hash_rows(struct worker *worker, const struct batch *batch, size_t first, size_t num,
                       size_t at, size_t bytes)
 {
     const struct hashes *hashes = &worker->engine->hashes;
-    if (batch->seeds == NULL)
-        return;
     for (size_t i = first; i < first + num; i++) {
         if (at == 0)
             hashes->reset(worker->hash_state, batch->seeds[i]);
@@ -115,52 +109,114 @@ static void hash_rows(struct worker *worker, const struct batch *batch, size_t f
     count_up(worker->engine, HASHED_BYTES, num * bytes);
 }
 
+/* Hashes or encrypts bytes of some rows from `at`, before they are written. Returns 0 or a status. */
+static int encode_rows(struct worker *worker, const struct batch *batch, size_t first, size_t num,
+                       size_t at, size_t bytes)
+{
+    int status = 0;
+    if (batch->bound == NULL && batch->has_digests)
+        hash_rows(worker, batch, first, num, at, bytes);
+    for (size_t i = 0; batch->bound != NULL && i < num && status == 0; i++)
+        status = seal_piece(worker, batch, first + i, at, worker->sealed + i * bytes,
+                            row_of(batch, first + i) + at, bytes);
+    return status;
+}
+
+/* Hashes or decrypts bytes of some rows from `at`, of which the first `num_read` were read. Of a
+   row that cannot be decrypted, or was not read to its end, no byte is left. */
+static void decode_rows(struct worker *worker, const struct batch *batch, size_t first, size_t num,
+                        size_t num_read, size_t at, size_t bytes)
+{
+    if (batch->bound == NULL && batch->has_digests)
+        hash_rows(worker, batch, first, num_read, at, bytes);
+    for (size_t i = first; batch->bound != NULL && i < first + num; i++) {
+        unsigned char *row = row_of(batch, i);
+        if (i < first + num_read && batch->statuses[i] == 0)
+            batch->statuses[i] =
+                (unsigned char)seal_piece(worker, batch, i, at, row + at, row + at, bytes);
+        if (i >= first + num_read || batch->statuses[i] != 0)
+            memset(row, 0, at + bytes);
+    }
+}
+
 struct span { /* consecutive rows of a batch in a file */
     int fd;
     int64_t offset;
     size_t first;
     size_t num;
-    size_t pad_bytes;   /* padding of each row; optional for the last row of a read */
+    size_t tail_bytes;  /* of a seal behind each row */
+    size_t pad_bytes;   /* padding of each row, from its seal on; optional for the last one read */
     size_t moved_bytes; /* including padding, from the offset */
 };
+
+/* Returns 0 or a status for the result of a transfer. */
+static int status_of(int64_t moved, size_t needed)
+{
+    if (moved < 0)
+        return moved > -STATUS_NOT_DECRYPTED ? (int)-moved : EIO; /* fits a byte */
+    return (size_t)moved < needed ? STATUS_ENDED_EARLY : 0;
+}
+
+/* Reads the seal behind a row, where it does not come with the row's first piece. */
+static int read_seal(struct worker *worker, const struct batch *batch, const struct span *span,
+                     size_t index)
+{
+    size_t slot_bytes = batch->memory.row_bytes + span->pad_bytes;
+    struct iovec buffer = {digest_of(batch, index), span->tail_bytes};
+    struct file_call call = {.kind = CALL_READ, .fd = span->fd, .num_buffers = 1};
+    call.offset = span->offset + (int64_t)((index - span->first) * slot_bytes);
+    call.offset += (int64_t)batch->memory.row_bytes;
+    return status_of(move_buffers(worker, call, &buffer, span->tail_bytes), span->tail_bytes);
+}
 
 /* Copies rows: several small ones per call, large ones in pieces. Returns 0 or a status. */
 static int move_rows(struct worker *worker, const struct batch *batch, struct span *span)
 {
-    struct iovec buffers[2 * MAX_PIECE_ROWS];
+    struct iovec buffers[3 * MAX_PIECE_ROWS];
     size_t row_bytes = batch->memory.row_bytes, pad_bytes = span->pad_bytes;
-    size_t piece_bytes = worker->engine->limits.piece_bytes, num, bytes;
-    size_t most = least(piece_bytes / (row_bytes + pad_bytes), MAX_PIECE_ROWS);
-    struct iovec pad = {batch->is_store ? (void *)(uintptr_t)zeros : worker->scratch, pad_bytes};
-    struct file_call call = {.kind = batch->is_store ? CALL_WRITE : CALL_READ, .fd = span->fd};
+    size_t piece_bytes = worker->engine->limits.piece_bytes, tail_bytes = span->tail_bytes;
+    size_t most = least(piece_bytes / (row_bytes + pad_bytes), MAX_PIECE_ROWS), num, bytes;
+    bool is_store = batch->is_store, is_sealed_store = is_store && batch->bound != NULL;
+    struct iovec pad = {is_store ? (void *)(uintptr_t)zeros : worker->scratch,
+                        pad_bytes - tail_bytes};
+    struct file_call call = {.kind = is_store ? CALL_WRITE : CALL_READ, .fd = span->fd};
+    int status = 0;
     for (size_t i = 0; i < span->num; i += num) {
         num = most == 0 ? 1 : least(most, span->num - i);
-        for (size_t at = 0; at < row_bytes; at += bytes) {
+        if (tail_bytes > 0 && !is_store && row_bytes > piece_bytes)
+            status = read_seal(worker, batch, span, span->first + i);
+        for (size_t at = 0; at < row_bytes && status == 0; at += bytes) {
             size_t first = span->first + i, start = i * (row_bytes + pad_bytes) + at, needed = 0;
             bytes = least(piece_bytes, row_bytes - at);
+            bool is_last = at + bytes == row_bytes;
+            size_t end_bytes = is_last ? tail_bytes : 0, gap_bytes = is_last ? pad_bytes : 0;
             call.num_buffers = 0;
             for (size_t j = first; j < first + num; j++) {
-                buffers[call.num_buffers++] = (struct iovec){row_of(batch, j) + at, bytes};
-                needed += bytes;
-                if (pad_bytes > 0 && at + bytes == row_bytes) {
+                buffers[call.num_buffers++] = (struct iovec){
+                    is_sealed_store ? worker->sealed + (j - first) * bytes : row_of(batch, j) + at,
+                    bytes};
+                if (end_bytes > 0)
+                    buffers[call.num_buffers++] = (struct iovec){digest_of(batch, j), end_bytes};
+                if (gap_bytes > end_bytes)
                     buffers[call.num_buffers++] = pad;
-                    needed += batch->is_store || j < first + num - 1 ? pad_bytes : 0;
-                }
+                needed += bytes + (is_store || j < first + num - 1 ? gap_bytes : end_bytes);
             }
-            if (batch->is_store)
-                hash_rows(worker, batch, first, num, at, bytes);
+            if (is_store && (status = encode_rows(worker, batch, first, num, at, bytes)) != 0)
+                break;
             call.offset = span->offset + (int64_t)start;
             int64_t moved = move_buffers(worker, call, buffers, needed);
-            if (moved < 0)
-                return moved > -STATUS_ENDED_EARLY ? (int)-moved : EIO; /* fits a byte */
-            if (!batch->is_store)
-                hash_rows(worker, batch, first, num, at, bytes);
-            span->moved_bytes = start + (size_t)moved;
-            if ((size_t)moved < needed)
-                return STATUS_ENDED_EARLY;
+            if (!is_store) {
+                size_t reach = moved < 0 ? 0 : (size_t)moved + gap_bytes;
+                size_t num_read = reach < end_bytes ? 0 : (reach - end_bytes) / (bytes + gap_bytes);
+                decode_rows(worker, batch, first, num, least(num_read, num), at, bytes);
+            }
+            span->moved_bytes = moved < 0 ? span->moved_bytes : start + (size_t)moved;
+            status = status_of(moved, needed);
         }
+        if (status != 0)
+            break;
     }
-    return 0;
+    return status;
 }
 
 static void move_extents(struct worker *worker, const struct part *part)
@@ -174,9 +230,10 @@ static void move_extents(struct worker *worker, const struct part *part)
                             .offset = run->offset + (int64_t)(skip * slot_bytes),
                             .first = i,
                             .num = least((size_t)run->length - skip, end - i),
+                            .tail_bytes = batch->bound == NULL ? 0 : batch->digest_bytes,
                             .pad_bytes = pad_bytes};
         int status = move_rows(worker, batch, &span);
-        size_t num_whole = (span.moved_bytes + pad_bytes) / slot_bytes;
+        size_t num_whole = (span.moved_bytes + pad_bytes - span.tail_bytes) / slot_bytes;
         memset(batch->statuses + i + num_whole, status, span.num - num_whole);
         i += span.num;
     }
@@ -226,40 +283,48 @@ static bool is_there(struct worker *worker, const struct batch *batch, const cha
     return get_status(worker, batch, -1, name, &status) == 0 && status.is_regular;
 }
 
-/* Reads a block into its row; returns whether the file has exactly its length. */
+/* Reads a block into its row, and decrypts it with the seal in `digests`; returns whether the file
+   has exactly its length, and can be decrypted. */
 static bool read_file(struct worker *worker, const struct batch *batch, size_t index, int fd)
 {
     struct span span = {.fd = fd, .first = index, .num = 1, .pad_bytes = 1};
-    return move_rows(worker, batch, &span) == 0 && span.moved_bytes == batch->memory.row_bytes;
+    batch->statuses[index] = 0;
+    return move_rows(worker, batch, &span) == 0 && batch->statuses[index] == 0 &&
+           span.moved_bytes == batch->memory.row_bytes;
 }
 
 /* Returns whether a value of the attribute, of this length, has the batch's prefix. */
 static bool is_own(const struct batch *batch, const char *value, int64_t bytes)
 {
-    return bytes == (int64_t)batch->value_prefix_bytes + DIGEST_BYTES &&
+    return bytes == (int64_t)(batch->value_prefix_bytes + batch->digest_bytes) &&
            memcmp(value, batch->value_prefix, batch->value_prefix_bytes) == 0;
 }
 
-static bool is_digest(const struct batch *batch, size_t index, const char *value)
+/* Reads a block into its row; returns whether it is that of an attribute's value. */
+static bool read_verified(struct worker *worker, const struct batch *batch, size_t index, int fd,
+                          const char *value)
 {
-    return memcmp(value + batch->value_prefix_bytes, digest_of(batch, index), DIGEST_BYTES) == 0;
+    value += batch->value_prefix_bytes;
+    if (batch->bound != NULL)
+        memcpy(digest_of(batch, index), value, batch->digest_bytes);
+    return read_file(worker, batch, index, fd) &&
+           memcmp(value, digest_of(batch, index), batch->digest_bytes) == 0;
 }
 
 static bool load_opened(struct worker *worker, const struct batch *batch, size_t index, int fd)
 {
-    const char *expected = batch->seeds == NULL ? NULL : batch->expected[index];
+    const char *expected = batch->has_digests ? batch->expected[index] : NULL;
     if (expected != NULL && memcmp(expected, batch->value_prefix, batch->value_prefix_bytes) == 0 &&
-        read_file(worker, batch, index, fd) && is_digest(batch, index, expected))
+        read_verified(worker, batch, index, fd, expected))
         return true;
     /* Read before the bytes, so that a concurrently overwritten file does not verify. */
     char value[MAX_VALUE_BYTES];
     int64_t bytes = call_file(worker, batch, CALL_GET_ATTRIBUTE, fd, batch->attribute, value,
                               sizeof value);
-    if (batch->seeds == NULL)
+    if (!batch->has_digests)
         return (is_own(batch, value, bytes) || bytes == -ENODATA || bytes == -EOPNOTSUPP) &&
                read_file(worker, batch, index, fd);
-    return is_own(batch, value, bytes) && read_file(worker, batch, index, fd) &&
-           is_digest(batch, index, value);
+    return is_own(batch, value, bytes) && read_verified(worker, batch, index, fd, value);
 }
 
 static int load_file(struct worker *worker, const struct batch *batch, size_t index)
@@ -329,13 +394,13 @@ static bool fill_file(struct worker *worker, const struct batch *batch, size_t i
     if (target->size_bytes > row_bytes && call_file(worker, batch, CALL_TRUNCATE, target->fd, NULL,
                                                     NULL, batch->memory.row_bytes) != 0)
         return false;
-    if (batch->seeds != NULL) {
+    if (batch->has_digests) {
         char value[MAX_VALUE_BYTES];
         size_t prefix_bytes = batch->value_prefix_bytes;
         memcpy(value, batch->value_prefix, prefix_bytes);
-        memcpy(value + prefix_bytes, digest_of(batch, index), DIGEST_BYTES);
+        memcpy(value + prefix_bytes, digest_of(batch, index), batch->digest_bytes);
         if (call_file(worker, batch, CALL_SET_ATTRIBUTE, target->fd, batch->attribute, value,
-                      prefix_bytes + DIGEST_BYTES) != 0)
+                      prefix_bytes + batch->digest_bytes) != 0)
             return false;
     }
     return !batch->fsync || call_file(worker, batch, CALL_SYNC, target->fd, NULL, NULL, 0) == 0;

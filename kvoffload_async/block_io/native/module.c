@@ -29,6 +29,7 @@ typedef struct {
     PyObject_HEAD
     struct engine *engine;
     PyObject *callable; /* keeps `engine->call` alive, if it is Python's */
+    PyObject *sealing;  /* keeps the keys alive that `engine->sealing` points to */
     pid_t pid;
     int fd;
 } Engine;
@@ -69,11 +70,13 @@ static void *take_space(Submission *submission, size_t bytes)
 }
 
 /* Allocates a submission with its per-block arrays; NULL with an exception. */
-static Submission *new_submission(PyObject *arguments, int kind, bool is_store, Py_ssize_t count)
+static Submission *new_submission(PyObject *arguments, int kind, bool is_store, Py_ssize_t count,
+                                  bool is_sealing)
 {
     enum { COLUMNS = 10 };
-    const size_t block_bytes = sizeof(struct part) + sizeof(struct run) + DIGEST_BYTES + 1 +
-                               4 * sizeof(int64_t) + 3 * sizeof(char *);
+    const size_t block_bytes = sizeof(struct part) + sizeof(struct run) + SEAL_BYTES + 1 +
+                               3 * sizeof(int64_t) + sizeof(struct bound) + 3 * sizeof(char *);
+    size_t digest_bytes = is_sealing ? SEAL_BYTES : DIGEST_BYTES;
     if (count < 0 || count > INT32_MAX || kind < 0 || kind > BATCH_COPIES)
         return (Submission *)PyErr_Format(PyExc_ValueError, "no batch: kind %d, %zd blocks", kind,
                                           count);
@@ -90,7 +93,8 @@ static Submission *new_submission(PyObject *arguments, int kind, bool is_store, 
         .count = (size_t)count,
         .parts = take_space(self, num * sizeof(struct part)),
         .runs = take_space(self, num * sizeof(struct run)),
-        .digests = take_space(self, num * DIGEST_BYTES),
+        .digest_bytes = digest_bytes,
+        .digests = take_space(self, num * digest_bytes),
         .statuses = take_space(self, num),
         .disk_bytes = take_space(self, 2 * num * sizeof(int64_t)),
         .rows = take_space(self, num * sizeof(int64_t)),
@@ -105,11 +109,12 @@ static Submission *new_submission(PyObject *arguments, int kind, bool is_store, 
 }
 
 static bool take_memory(Submission *submission, PyObject *buffer, Py_ssize_t row_bytes,
-                        Py_ssize_t slot_bytes)
+                        Py_ssize_t slot_bytes, Py_ssize_t tail_bytes)
 {
     struct batch *batch = &submission->batch;
     Py_buffer *view = &submission->buffers[0];
-    if (row_bytes <= 0 || slot_bytes < row_bytes || slot_bytes - row_bytes > MAX_PAD_BYTES) {
+    if (row_bytes <= 0 || slot_bytes < row_bytes || slot_bytes - row_bytes < tail_bytes ||
+        slot_bytes - row_bytes > MAX_PAD_BYTES) {
         PyErr_Format(PyExc_ValueError, "memory: rows of %zd bytes do not fit slots of %zd",
                      row_bytes, slot_bytes);
         return false;
@@ -165,18 +170,36 @@ static bool take_rows(Submission *submission, PyObject *rows)
     return true;
 }
 
-/* Computes the seeds of the blocks' digests, unless `keys` is None. */
+/* Takes the begins of seals, without their tags, of an encrypted store. */
+static bool take_seals(struct batch *batch, const char *seals, Py_ssize_t bytes)
+{
+    if (!has_items(bytes, batch->is_store ? batch->count * TAG_AT : 0, "seals"))
+        return false;
+    for (size_t i = 0; i < batch->count && batch->is_store; i++)
+        memcpy(digest_of(batch, i), seals + i * TAG_AT, TAG_AT);
+    return true;
+}
+
+/* Computes the seeds of the blocks' digests, or takes what is authenticated with encrypted blocks,
+   unless `keys` is None. */
 static bool take_keys(Engine *self, Submission *submission, PyObject *keys, const char *prefix,
                       Py_ssize_t prefix_bytes)
 {
     struct batch *batch = &submission->batch;
     char seed[MAX_SEED_BYTES], *key;
     Py_ssize_t key_bytes;
-    if (keys == Py_None)
+    bool is_sealing = self->engine->sealing.num_keys > 0;
+    if (keys == Py_None && !is_sealing)
         return true;
     if (!is_tuple_of(keys, batch->count, "keys"))
         return false;
-    batch->seeds = take_space(submission, batch->count * sizeof *batch->seeds);
+    batch->has_digests = true;
+    if (is_sealing)
+        batch->bound = take_space(submission, batch->count * sizeof *batch->bound);
+    else
+        batch->seeds = take_space(submission, batch->count * sizeof *batch->seeds);
+    batch->bound_prefix = (const unsigned char *)prefix;
+    batch->bound_prefix_bytes = (size_t)prefix_bytes;
     for (size_t i = 0; i < batch->count; i++) {
         if (PyBytes_AsStringAndSize(PyTuple_GetItem(keys, (Py_ssize_t)i), &key, &key_bytes) != 0)
             return false;
@@ -184,6 +207,10 @@ static bool take_keys(Engine *self, Submission *submission, PyObject *keys, cons
             PyErr_Format(PyExc_ValueError, "keys: one has %zd bytes, more than %d with the prefix",
                          key_bytes, MAX_SEED_BYTES);
             return false;
+        }
+        if (is_sealing) {
+            batch->bound[i] = (struct bound){(const unsigned char *)key, (size_t)key_bytes};
+            continue;
         }
         memcpy(seed, prefix, (size_t)prefix_bytes);
         memcpy(seed + prefix_bytes, key, (size_t)key_bytes);
@@ -319,7 +346,7 @@ static bool take_expected(struct batch *batch, PyObject *expected)
             continue;
         if (PyBytes_AsStringAndSize(item, &value, &bytes) != 0)
             return false;
-        if ((size_t)bytes == batch->value_prefix_bytes + DIGEST_BYTES)
+        if ((size_t)bytes == batch->value_prefix_bytes + batch->digest_bytes)
             batch->expected[i] = value; /* other lengths cannot match: read the attribute */
     }
     return true;
@@ -340,9 +367,9 @@ static bool take_files(Submission *submission, PyObject *files)
                           &wants_disk_bytes) ||
         !take_names(names, batch->names, batch->count, "names", false))
         return false;
-    if (value_prefix_bytes > MAX_VALUE_BYTES - DIGEST_BYTES) {
-        PyErr_Format(PyExc_ValueError, "value_prefix: %zd bytes are more than %d",
-                     value_prefix_bytes, MAX_VALUE_BYTES - DIGEST_BYTES);
+    if (value_prefix_bytes > MAX_VALUE_BYTES - (Py_ssize_t)batch->digest_bytes) {
+        PyErr_Format(PyExc_ValueError, "value_prefix: %zd bytes are more than %zd",
+                     value_prefix_bytes, MAX_VALUE_BYTES - (Py_ssize_t)batch->digest_bytes);
         return false;
     }
     batch->value_prefix = value_prefix;
@@ -362,21 +389,25 @@ static bool take_files(Submission *submission, PyObject *files)
 static PyObject *engine_submit_batch(Engine *self, PyObject *args)
 {
     PyObject *buffer, *rows, *keys, *places, *other;
-    Py_ssize_t count, row_bytes, slot_bytes, prefix_bytes;
-    const char *prefix;
+    Py_ssize_t count, row_bytes, slot_bytes, prefix_bytes, seals_bytes;
+    const char *prefix, *seals;
     int kind, is_store;
     if (!check_process(self) ||
-        !PyArg_ParseTuple(args, "ipn(Onn)O!Oy#OO:submit", &kind, &is_store, &count, &buffer,
+        !PyArg_ParseTuple(args, "ipn(Onn)O!Oy#OOy#:submit", &kind, &is_store, &count, &buffer,
                           &row_bytes, &slot_bytes, &PyTuple_Type, &rows, &keys, &prefix,
-                          &prefix_bytes, &places, &other))
+                          &prefix_bytes, &places, &other, &seals, &seals_bytes))
         return NULL;
-    Submission *submission = new_submission(args, kind, is_store, count);
+    bool is_sealing = self->engine->sealing.num_keys > 0;
+    Submission *submission = new_submission(args, kind, is_store, count, is_sealing);
     if (submission == NULL)
         return NULL;
     bool has_rows = kind != BATCH_HAS_FILES && kind != BATCH_COPIES;
+    Py_ssize_t tail_bytes = is_sealing && kind == BATCH_EXTENTS ? SEAL_BYTES : 0;
     bool is_complete =
-        (kind == BATCH_HAS_FILES || take_memory(submission, buffer, row_bytes, slot_bytes)) &&
-        (!has_rows || (take_rows(submission, rows) &&
+        (kind == BATCH_HAS_FILES ||
+         take_memory(submission, buffer, row_bytes, slot_bytes, tail_bytes)) &&
+        (!has_rows || ((!is_sealing || take_seals(&submission->batch, seals, seals_bytes)) &&
+                       take_rows(submission, rows) &&
                        take_keys(self, submission, keys, prefix, prefix_bytes))) &&
         (kind == BATCH_EXTENTS  ? take_runs(submission, places)
          : kind == BATCH_COPIES ? take_copies(submission, other, places)
@@ -405,7 +436,9 @@ static PyObject *errors_of(const struct batch *batch)
     for (size_t i = 0; i < batch->count && errors != NULL; i++) {
         if (batch->statuses[i] == 0)
             continue;
-        long code = batch->statuses[i] == STATUS_ENDED_EARLY ? -1 : batch->statuses[i];
+        long code = batch->statuses[i];
+        if (code >= STATUS_NOT_DECRYPTED)
+            code -= 1 + STATUS_ENDED_EARLY;
         PyObject *item = Py_BuildValue("(nl)", (Py_ssize_t)i, code);
         if (item == NULL || PyDict_SetItem(errors, PyTuple_GetItem(item, 0),
                                            PyTuple_GetItem(item, 1)) != 0)
@@ -418,7 +451,7 @@ static PyObject *errors_of(const struct batch *batch)
 static PyObject *outcome_of(const struct batch *batch)
 {
     Py_ssize_t num = (Py_ssize_t)batch->count;
-    Py_ssize_t digest_bytes = batch->seeds == NULL ? 0 : num * DIGEST_BYTES;
+    Py_ssize_t digest_bytes = batch->has_digests ? num * (Py_ssize_t)batch->digest_bytes : 0;
     switch (batch->kind) {
     case BATCH_EXTENTS:
         return Py_BuildValue("(Ny#)", errors_of(batch), batch->digests, digest_bytes);
@@ -532,28 +565,61 @@ static void engine_dealloc(Engine *self)
             }
             engine_free(self->engine);
             Py_DECREF(self->callable);
+            Py_DECREF(self->sealing);
         }
     }
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(self);
     Py_DECREF(type);
 }
 
+/* Parses how to encrypt: None, or addresses, keys and the info of HKDF. */
+static bool take_sealing(PyObject *object, struct sealing *sealing)
+{
+    const char *ciphers, *keys, *info;
+    Py_ssize_t ciphers_bytes, keys_bytes, info_bytes;
+    if (object == Py_None)
+        return true;
+    if (!PyArg_ParseTuple(object, "y#y#y#:sealing", &ciphers, &ciphers_bytes, &keys, &keys_bytes,
+                          &info, &info_bytes) ||
+        !has_items(ciphers_bytes, sizeof sealing->ciphers, "ciphers"))
+        return false;
+    memcpy(&sealing->ciphers, ciphers, sizeof sealing->ciphers);
+    sealing->keys = (const struct secret *)keys; /* bytes objects are aligned */
+    sealing->num_keys = (size_t)keys_bytes / sizeof *sealing->keys;
+    sealing->info = (const unsigned char *)info;
+    sealing->info_bytes = (size_t)info_bytes;
+    if (sealing->num_keys == 0 || (size_t)keys_bytes % sizeof *sealing->keys != 0) {
+        PyErr_Format(PyExc_ValueError, "sealing: %zd bytes are no keys", keys_bytes);
+        return false;
+    }
+    for (size_t i = 0; i < sealing->num_keys; i++) {
+        if (sealing->keys[i].num_bytes > MAX_SECRET_BYTES) {
+            PyErr_Format(PyExc_ValueError, "sealing: key %zu is too long", i);
+            return false;
+        }
+    }
+    return true;
+}
+
 static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     struct limits limits;
     struct hashes hashes;
+    struct sealing sealing = {.num_keys = 0};
     const char *name, *addresses;
     Py_ssize_t num_bytes;
     unsigned long long call;
-    PyObject *callable;
-    if (kwargs != NULL || !PyArg_ParseTuple(args, "iiiinny#KOs:Engine", &limits.threads[LOADS],
+    PyObject *callable, *sealing_tuple;
+    if (kwargs != NULL || !PyArg_ParseTuple(args, "iiiinny#KOsO:Engine", &limits.threads[LOADS],
                                             &limits.threads[STORES], &limits.spare_threads,
                                             &limits.queued, &limits.piece_bytes, &limits.part_bytes,
-                                            &addresses, &num_bytes, &call, &callable, &name))
+                                            &addresses, &num_bytes, &call, &callable, &name,
+                                            &sealing_tuple))
         return NULL;
-    if (limits.piece_bytes == 0)
-        return PyErr_Format(PyExc_ValueError, "piece_bytes: 0 bytes move nothing");
-    if (!has_items(num_bytes, sizeof hashes, "hashes"))
+    if (limits.piece_bytes == 0 || limits.piece_bytes > INT32_MAX)
+        return PyErr_Format(PyExc_ValueError, "piece_bytes: %zu is not between 1 and %d",
+                            limits.piece_bytes, INT32_MAX);
+    if (!has_items(num_bytes, sizeof hashes, "hashes") || !take_sealing(sealing_tuple, &sealing))
         return NULL;
     memcpy(&hashes, addresses, sizeof hashes);
     Engine *self = (Engine *)((allocfunc)PyType_GetSlot(type, Py_tp_alloc))(type, 0);
@@ -561,13 +627,15 @@ static PyObject *engine_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
         return NULL;
     self->pid = getpid();
     self->engine = engine_open(
-        name, &limits, call == 0 ? make_system_call : (file_caller *)(uintptr_t)call, &hashes);
+        name, &limits, call == 0 ? make_system_call : (file_caller *)(uintptr_t)call, &hashes,
+        &sealing);
     if (self->engine == NULL) {
         PyErr_SetFromErrno(PyExc_OSError);
         Py_DECREF(self);
         return NULL;
     }
     self->callable = Py_NewRef(callable);
+    self->sealing = Py_NewRef(sealing_tuple);
     self->fd = self->engine->event_fd;
     return (PyObject *)self;
 }

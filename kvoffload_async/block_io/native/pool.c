@@ -175,6 +175,9 @@ static void free_worker(struct worker *worker)
 {
     if (worker->hash_state != NULL)
         worker->engine->hashes.free_state(worker->hash_state);
+    if (worker->cipher != NULL)
+        worker->engine->sealing.ciphers.free_context(worker->cipher);
+    free(worker->sealed);
     free(worker);
 }
 
@@ -186,6 +189,10 @@ static int start_thread(struct engine *engine, int direction)
         return ENOMEM;
     worker->engine = engine;
     worker->hash_state = engine->hashes.create_state();
+    if (engine->sealing.num_keys > 0) {
+        worker->cipher = engine->sealing.ciphers.new_context();
+        worker->sealed = malloc(engine->limits.piece_bytes);
+    }
     for (int i = 0; i < KEPT_FOLDERS; i++)
         worker->folders.kept[i].fd = -1;
     worker->direction = direction;
@@ -193,7 +200,9 @@ static int start_thread(struct engine *engine, int direction)
 
     pthread_attr_t attributes;
     sigset_t all, before;
-    int error = worker->hash_state == NULL ? ENOMEM : pthread_attr_init(&attributes);
+    bool is_complete = worker->hash_state != NULL &&
+                       (engine->sealing.num_keys == 0 || (worker->cipher && worker->sealed));
+    int error = is_complete ? pthread_attr_init(&attributes) : ENOMEM;
     if (error == 0) {
         pthread_attr_setstacksize(&attributes, STACK_BYTES);
         sigfillset(&all);
@@ -235,7 +244,7 @@ static int join_ended(struct engine *engine)
 /* -- the owner's side --------------------------------------------------------------------------- */
 
 struct engine *engine_open(const char *name, const struct limits *limits, file_caller *call,
-                           const struct hashes *hashes)
+                           const struct hashes *hashes, const struct sealing *sealing)
 {
     pthread_condattr_t monotonic;
     struct engine *engine = calloc(1, sizeof *engine);
@@ -243,6 +252,7 @@ struct engine *engine_open(const char *name, const struct limits *limits, file_c
         return NULL;
     engine->limits = *limits;
     engine->hashes = *hashes;
+    engine->sealing = *sealing;
     engine->call = call;
     snprintf(engine->name, sizeof engine->name, "%s", name);
     pthread_mutex_init(&engine->mutex, NULL); /* cannot fail on Linux, like the next ones */

@@ -16,6 +16,7 @@ import hmac
 import importlib.metadata
 import logging
 import os
+import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,10 +25,12 @@ from typing import ClassVar, Final, NamedTuple
 
 import numpy as np
 
+from kvoffload_async.block_io import contract
 from kvoffload_async.config import parse_file
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.tiers.files.digests import (
     KEY_ID_BYTES,
+    MOST_KEY_BYTES,
     IntegrityKey,
     SecretKey,
     TenantRings,
@@ -42,8 +45,7 @@ logger = logging.getLogger(__name__)
 SALT_BYTES: Final = 16
 NONCE_BYTES: Final = 12
 TAG_BYTES: Final = 16
-SEAL_BYTES: Final = KEY_ID_BYTES + SALT_BYTES + NONCE_BYTES + TAG_BYTES
-
+SEAL_BYTES: Final = contract.SEAL_BYTES
 BLOCKS_PER_SALT: Final = 1 << 24
 _PREFIX_BYTES: Final = 4
 _COUNTER_BYTES: Final = NONCE_BYTES - _PREFIX_BYTES
@@ -72,6 +74,11 @@ class EncryptionKey(SecretKey):
     def of(self, tenant: str) -> EncryptionKey:
         """Return the key with the same secret for a tenant's blocks."""
         return EncryptionKey(self._secret, tenant.encode())
+
+    @property
+    def packed(self) -> bytes:
+        """Id, length and bytes, as the native engine takes them."""
+        return struct.pack(f"8sQ{MOST_KEY_BYTES}s", self.id, len(self._secret), self._secret)
 
     def subkey(self, salt: bytes, info: bytes) -> bytes:
         """Return the AES key of a salt and a purpose: HKDF-SHA256."""
@@ -181,7 +188,11 @@ class Sealing(NamedTuple):
 
 
 class Sealer:
-    """Seals and opens blocks of one layout. Thread: any; the work releases the GIL."""
+    """Seals and opens blocks of one layout. Thread: any; the work releases the GIL.
+
+    Attributes:
+        info, prefix, secrets: See `kvoffload_async.block_io.contract.Seals`.
+    """
 
     def __init__(self, keys: EncryptionKeys, purpose: str, layout: str) -> None:
         """Bind blocks to a format with its version, such as "fs 2", to layout and tenant."""
@@ -202,10 +213,18 @@ class Sealer:
         self._keys = {key.id: key for ring in keys.rings for key in ring or ()}
         self._bound = framed(purpose.encode()) + framed(layout.encode())
         info = b"kvoffload-seal " + purpose.encode()
+        self.info = info + b"\1"
+        self.prefix = self._bound + framed(b"") + framed(b"")
+        has_tenants = any(key.tenant for key in self._keys.values())
+        self.secrets = b"" if has_tenants else b"".join(k.packed for k in self._keys.values())
         self._subkey = lru_cache(_NUM_SUBKEYS)(
             lambda key_id, salt: self._keys[key_id].subkey(salt, info)
         )
         self._reported: set[bytes] = set()
+
+    def begin(self, count: int) -> bytes:
+        """Return new seals without their tags, for as many blocks that are encrypted elsewhere."""
+        return b"".join([self._rings[0][0] + _nonces.take() for _ in range(count)])
 
     def sealing(self, key: OffloadKey, header: bytes = b"") -> Sealing:
         """Return new parameters to seal a block; `header` is authenticated, too."""

@@ -56,6 +56,8 @@ class AttributeDigester:
             bytes([_PLAIN]) if integrity_key is None else bytes([_KEYED]) + integrity_key.id
         )
         """The attribute's bytes before the checksum."""
+        self.seals: Sealer | None = None
+        """Encrypts the blocks, if they are encrypted."""
 
     def attribute_value(self, key: OffloadKey, data: memoryview) -> bytes:
         """Return the attribute's value for a block's bytes."""
@@ -88,7 +90,7 @@ class SealedAttributes(AttributeDigester):
     def __init__(self, layout: str, keys: EncryptionKeys) -> None:
         super().__init__(layout)
         self.prefix = bytes([_SEALED])
-        self._sealer = Sealer(keys, "fs 2", layout)
+        self.seals: Sealer = Sealer(keys, "fs 2", layout)
         self._staging = threading.local()
 
     def encoded(self, key: OffloadKey, data: memoryview) -> tuple[bytes, memoryview]:
@@ -96,14 +98,14 @@ class SealedAttributes(AttributeDigester):
         if into is None or len(into) < len(data):  # aligned, for direct I/O
             into = self._staging.block = memoryview(mmap.mmap(-1, len(data)))
         into = into[: len(data)]
-        return self.prefix + self._sealer.seal(key, data, into), into
+        return self.prefix + self.seals.seal(key, data, into), into
 
     def matches(self, key: OffloadKey, value: bytes, data: memoryview) -> bool:
-        return self._sealer.open_into(key, value.removeprefix(self.prefix), data)
+        return self.seals.open_into(key, value.removeprefix(self.prefix), data)
 
     def origin_of(self, value: bytes) -> Origin:
         origin = super().origin_of(value)
-        if origin is Origin.OWN and not self._sealer.has_key(value[len(self.prefix) :]):
+        if origin is Origin.OWN and not self.seals.has_key(value[len(self.prefix) :]):
             return Origin.OTHER_KEY
         return origin
 

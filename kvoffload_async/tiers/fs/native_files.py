@@ -14,17 +14,18 @@ from itertools import compress
 from typing import TYPE_CHECKING
 
 from kvoffload_async.block_io.contract import (
+    DIGEST_BYTES,
     FILE_NOT_BEGUN,
     FILE_PRESENT,
     FILE_VICTIM_GONE,
     FILE_WRITTEN,
+    SEAL_BYTES,
     Attribute,
     FileBatch,
     FileStores,
     StoredFiles,
 )
 from kvoffload_async.errors import TierClosedError, TierError, TierUnavailableError
-from kvoffload_async.tiers.files.digests import DIGEST_BYTES
 from kvoffload_async.tiers.files.ops import Root
 from kvoffload_async.tiers.fs.blockfile import BlockFiles
 from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE
@@ -55,6 +56,7 @@ class NativeFiles:
         self._file_io = file_io
         self._files = files
         self._attribute = Attribute(ATTRIBUTE, files.digester.prefix)
+        self._digest_bytes = DIGEST_BYTES if files.digester.seals is None else SEAL_BYTES
         self._verifies = files.settings.verify is not Verify.OFF
         self._run_store = run_store
 
@@ -67,8 +69,8 @@ class NativeFiles:
         statuses, digests = await self._file_io.load_files(
             batch, expected, self._attribute, verify=self._verifies
         )
-        prefix, end = self._attribute.prefix, len(digests)
-        values = [prefix + digests[at : at + DIGEST_BYTES] for at in range(0, end, DIGEST_BYTES)]
+        prefix, end, size = self._attribute.prefix, len(digests), self._digest_bytes
+        values = [prefix + digests[at : at + size] for at in range(0, end, size)]
         if values != expected:
             for key, value, status in zip(keys, values, statuses, strict=False):
                 if not status:
@@ -155,8 +157,9 @@ class NativeFiles:
             if status == FILE_WRITTEN:
                 item.added_bytes = numbers[index]
                 if stored.digests:
-                    start = index * DIGEST_BYTES
-                    remember(item.key, prefix + stored.digests[start : start + DIGEST_BYTES])
+                    start = index * self._digest_bytes
+                    digest = stored.digests[start : start + self._digest_bytes]
+                    remember(item.key, prefix + digest)
             elif status == FILE_NOT_BEGUN:
                 item.error = TierClosedError("the block was not begun")
         return left

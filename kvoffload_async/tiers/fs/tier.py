@@ -146,10 +146,11 @@ class FsTier(AsyncTier):
             raise unusable(settings.root_dir, error) from error
         self._calls = SerialExecutor("fs:store", lambda call: env.io.run(Direction.STORE, call))
         self._closing.push_async_callback(self._calls.close)
-        if not settings.direct_io and settings.encryption_keys is None:
-            digester, is_system = files.digester.digester, type(self._ops) is FileOps
+        if not settings.direct_io:
             file_io = create_file_io(
-                env, self._ops, digester, threads=settings.io_threads, is_system=is_system
+                *(env, self._ops, files.digester.digester, files.digester.seals),
+                threads=settings.io_threads,
+                is_system=type(self._ops) is FileOps,
             )
             if file_io is not None:
                 self._native = NativeFiles(file_io, files, self._run_store)

@@ -23,7 +23,7 @@ class BlockCipher(BlockDigester):
 
     def __init__(self, layout: str, keys: EncryptionKeys) -> None:
         super().__init__(layout)
-        self._sealer = Sealer(keys, "slab 3", layout)
+        self.seals = Sealer(keys, "slab 3", layout)
 
     @property
     def cipher(self) -> Self:
@@ -31,19 +31,19 @@ class BlockCipher(BlockDigester):
 
     def encrypt(self, key: OffloadKey, row: memoryview, slot: memoryview) -> bytes:
         end = len(row)
-        seal = self._sealer.seal(key, row, slot[:end])
+        seal = self.seals.seal(key, row, slot[:end])
         slot[end : end + SEAL_BYTES] = seal
         return seal[-TAG_BYTES:]
 
     def decrypt(self, key: OffloadKey, slot: memoryview, row: memoryview) -> bytes | None:
         end = len(row)
         seal = bytes(slot[end : end + SEAL_BYTES])
-        is_valid = self._sealer.open_into(key, seal, row, source=slot[:end])
+        is_valid = self.seals.open_into(key, seal, row, source=slot[:end])
         return seal[-TAG_BYTES:] if is_valid else None
 
     def has_key(self, slot: memoryview) -> bool:
         """Return whether the key of a slot's block is given here."""
-        return self._sealer.has_key(bytes(slot[-SEAL_BYTES:]))
+        return self.seals.has_key(bytes(slot[-SEAL_BYTES:]))
 
 
 def create_block_digester(layout: str, key: BlockKey) -> BlockDigester:
