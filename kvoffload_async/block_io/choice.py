@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from kvoffload_async.abc.tier import TierEnvironment
 from kvoffload_async.block_io import build
 from kvoffload_async.block_io.contract import BlockDigests, BlockIo, FileCalls, Seals
-from kvoffload_async.block_io.hashes import addresses, cipher_addresses
+from kvoffload_async.block_io.hashes import addresses, cipher_addresses, openssl_version
 from kvoffload_async.block_io.python_io import PythonBlockIo
 from kvoffload_async.errors import ConfigError, naming_shortage, shortage_remedy, text_of
 from kvoffload_async.system_calls import REMEDY, RefusedCallError
@@ -29,6 +29,12 @@ VARIABLE: Final = "KVOFFLOAD_NATIVE"
 _REMEDY: Final = (
     "install a C compiler and Python's development files, and reinstall kvoffload-async"
 )
+
+_FAST_OPENSSL: Final = (3, 1)
+"""The first OpenSSL that encrypts as fast as the one in the package `cryptography`."""
+
+_LARGE_BYTES: Final = 256 << 10
+"""Bytes of a block from which that outweighs what native code saves; tuned by measurement."""
 
 _OBSTACLES: Final = (AttributeError, ImportError, MemoryError, OSError, RuntimeError)
 
@@ -102,7 +108,7 @@ def create_block_io(
     )
     seals = None if digests.cipher is None else digests.cipher.seals
     is_refused = is_direct and not others.is_aligned
-    if chosen.name == "python" or is_refused or not _can_make(digests, seals):
+    if chosen.name == "python" or is_refused or not _can_make(digests, seals, env):
         return others
     others.release()
     calls_or_system = None if is_system else calls
@@ -124,22 +130,26 @@ def create_file_io(
     attribute of a file has its seal.
     """
     chosen = _chosen_here()
-    if chosen.name == "python" or not _can_make(digests, seals):
+    if chosen.name == "python" or not _can_make(digests, seals, env):
         return None
     row_bytes = env.kv_view.nbytes // len(env.kv_view)
     calls_or_system = None if is_system else calls
     return _native_io(env, calls_or_system, digests.prefix, seals, row_bytes, threads=threads)
 
 
-def _can_make(digests: BlockDigests, seals: Seals | None) -> bool:
-    """Return whether native code can compute the checksums or, if there are seals, encrypt."""
+def _can_make(digests: BlockDigests, seals: Seals | None, env: TierEnvironment) -> bool:
+    """Return whether native code should compute the checksums or, if there are seals, encrypt."""
     if seals is None:
         return not digests.is_keyed
     if not seals.secrets:
         return False
-    why = _cipher_obstacle()
+    try:
+        why = _cipher_obstacle()
+    except _OBSTACLES as error:
+        why = f"its check needs more resources ({text_of(error)}); {shortage_remedy(error)}"
     _log_python_encryption(why)
-    return not why
+    row_bytes = env.kv_view.nbytes // len(env.kv_view)
+    return not why and (row_bytes < _LARGE_BYTES or openssl_version() >= _FAST_OPENSSL)
 
 
 def _chosen_here() -> Implementation:
@@ -223,7 +233,7 @@ def _cipher_obstacle() -> str:
     except _OBSTACLES as error:
         if shortage_remedy(error):
             raise
-        return text_of(error)
+        return f"native code finds no OpenSSL ({text_of(error)}); use a Python with a shared one"
     return ""
 
 
@@ -232,8 +242,7 @@ def _log_python_encryption(why: str) -> None:
     """Log once if Python threads encrypt where native threads could copy."""
     if why:
         logger.warning(
-            "encryption_key_file: Python threads encrypt, which is slower, because native code "
-            "finds no usable OpenSSL here (%s); use a Python that loads a shared OpenSSL",
+            "encryption_key_file: Python threads encrypt, which is slower: %s",
             why,
         )
 

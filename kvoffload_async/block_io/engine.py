@@ -290,6 +290,8 @@ class Engine:
         call, callable_ = (0, None) if ops is None else adapter(ops)
         packed = None
         if sealing is not None:
+            if not all(sealing.ciphers):
+                raise ValueError(f"ciphers: address {sealing.ciphers.index(0)} is zero")
             ciphers = struct.pack(f"{len(sealing.ciphers)}P", *sealing.ciphers)
             packed = ciphers, sealing.secrets, sealing.info
         self._threads = _Threads(

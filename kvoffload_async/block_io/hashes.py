@@ -56,11 +56,21 @@ def cipher_addresses() -> tuple[int, ...]:
         OSError: The interpreter has no OpenSSL, or one that is linked statically.
         AttributeError: A function is not exported.
     """
+    library = _openssl()
+    return tuple(_address(library, name) for name in _CIPHER_NAMES)
+
+
+def openssl_version() -> tuple[int, int]:
+    """Return the major and the minor version of OpenSSL; see `cipher_addresses`."""
+    number: int = _openssl().OpenSSL_version_num()
+    return number >> 28, number >> 20 & 0xFF
+
+
+def _openssl() -> ctypes.CDLL:
     found = importlib.util.find_spec("_hashlib")
     if found is None or not found.has_location:
         raise OSError("the interpreter loads no OpenSSL as a shared library")
-    library = ctypes.CDLL(found.origin)
-    return tuple(_address(library, name) for name in _CIPHER_NAMES)
+    return ctypes.CDLL(found.origin)
 
 
 def _address(library: ctypes.CDLL, name: str) -> int:

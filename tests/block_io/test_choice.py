@@ -4,6 +4,7 @@ import asyncio
 import errno
 import importlib
 import os
+import ssl
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -20,6 +21,8 @@ from kvoffload_async.errors import ConfigError, TierUnavailableError
 from kvoffload_async.testing.fakes import VirtualLoop
 from kvoffload_async.tiers.files.digests import IntegrityKey, KeyedDigester
 from kvoffload_async.tiers.files.ops import FileOps
+from kvoffload_async.tiers.files.sealing import EncryptionKey
+from kvoffload_async.tiers.slab.encryption import BlockCipher
 
 native = pytest.mark.skipif(not is_built(), reason="the native module is not built")
 
@@ -29,8 +32,11 @@ def _asked_anew(monkeypatch):
     monkeypatch.delenv(choice.VARIABLE, raising=False)
     choice._obstacle.cache_clear()
     choice._log_choice.cache_clear()
+    choice._cipher_obstacle.cache_clear()
+    choice._log_python_encryption.cache_clear()
     yield
     choice._obstacle.cache_clear()
+    choice._cipher_obstacle.cache_clear()
 
 
 @pytest.fixture
@@ -237,6 +243,73 @@ def test_an_integrity_key_and_rows_that_are_not_aligned_for_direct_io_need_pytho
     assert created(KeyedDigester("layout", key)) == "python"
     assert created(row_bytes=4000, is_direct=True) == "python"
     assert created(row_bytes=4000) == "native"
+
+
+def encrypting() -> BlockCipher:
+    return BlockCipher("layout", (EncryptionKey(bytes(32)),))
+
+
+@native
+def test_native_code_encrypts_where_the_interpreter_has_loaded_openssl(caplog):
+    assert created(encrypting(), slot_bytes=8192) == "native"
+    assert created(encrypting(), slot_bytes=8192, is_direct=True) == "python"
+    assert "OpenSSL" not in caplog.text
+
+
+@native
+@pytest.mark.parametrize("missing", ["linked statically", "HMAC", "other functions"])
+def test_python_encrypts_where_openssl_is_not_found_and_that_is_logged_once(
+    missing, monkeypatch, caplog
+):
+    if missing == "linked statically":
+        no_file = importlib.machinery.ModuleSpec("_hashlib", None, origin="built-in")
+        find_spec = importlib.util.find_spec
+        monkeypatch.setattr(
+            hashes.importlib.util,
+            "find_spec",
+            lambda name: no_file if name == "_hashlib" else find_spec(name),
+        )
+    elif missing == "HMAC":
+        monkeypatch.setattr(hashes, "_CIPHER_NAMES", (*hashes._CIPHER_NAMES[:-1], "HMAC_"))
+    else:
+        names = [name.replace("256_gcm", "128_gcm") for name in hashes._CIPHER_NAMES]
+        monkeypatch.setattr(hashes, "_CIPHER_NAMES", tuple(names))
+    for _ in range(2):
+        assert created(encrypting(), slot_bytes=8192) == "python"
+    assert created() == "native"
+    assert caplog.text.count("Python threads encrypt, which is slower") == 1
+
+
+def test_the_version_of_openssl_is_that_of_the_interpreter():
+    assert hashes.openssl_version() == ssl.OPENSSL_VERSION_INFO[:2]
+
+
+@native
+@pytest.mark.parametrize(
+    ("version", "row_bytes", "expected"),
+    [
+        ((1, 1), 256 << 10, "python"),
+        ((3, 0), 256 << 10, "python"),
+        ((3, 0), 252 << 10, "native"),
+        ((3, 1), 1 << 20, "native"),
+    ],
+)
+def test_an_old_openssl_encrypts_no_large_blocks(version, row_bytes, expected, monkeypatch):
+    monkeypatch.setattr(choice, "openssl_version", lambda: version)
+    sizes = {"row_bytes": row_bytes, "slot_bytes": row_bytes + 4096}
+    assert created(encrypting(), **sizes) == expected
+    assert created(**sizes) == "native"
+
+
+@native
+def test_a_shortage_in_the_check_of_openssl_is_not_remembered(monkeypatch):
+    def fail():
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as shortage:
+        shortage.setattr(choice, "cipher_addresses", fail)
+        assert created(encrypting(), slot_bytes=8192) == "python"
+    assert created(encrypting(), slot_bytes=8192) == "native"
 
 
 def test_on_a_loop_that_watches_no_descriptors_python_moves_blocks():

@@ -14,11 +14,15 @@ from kvoffload_async.tiers.slab import recovery
 __all__ = ["command"]
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
+PYTHON = [f"{name}:python" for name in NAMES if name.endswith("-encrypted")]
+"""Samples that Python's threads decrypt, too."""
 
 
-@pytest.fixture(params=NAMES)
-def sample(request):
-    return Sample.read(request.param)
+@pytest.fixture(params=NAMES + PYTHON)
+def sample(request, monkeypatch):
+    if request.param in PYTHON:
+        monkeypatch.setenv("KVOFFLOAD_NATIVE", "0")
+    return Sample.read(request.param.partition(":")[0])
 
 
 @pytest.fixture

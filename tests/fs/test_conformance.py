@@ -2,11 +2,14 @@ from typing import ClassVar
 
 import pytest
 from fs.directories import KIB, FsDirectory
+from implementations import each_implementation
 from sealed_names import SealedConformance, key_file, sealing
 
 from kvoffload_async.testing import TierConformance
 from kvoffload_async.testing.harness import key_of
 from kvoffload_async.tiers.files.sealing import EncryptionKey
+
+__all__ = ["each_implementation"]
 
 
 class FsConformance(TierConformance):
@@ -36,6 +39,7 @@ class TestFsTier(FsConformance):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("each_implementation")
 class TestFsTierThatEncrypts(FsConformance):
     options: ClassVar[dict] = {
         "verify": "required",

@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from faulty_files import FaultyFileOps
 from fs.directories import BLOCK, FsDirectory, item, load, load_key, store, store_key
+from implementations import IMPLEMENTATIONS, each_implementation
 
 from kvoffload_async import BlockMissingError, ConfigError, CorruptBlockError
 from kvoffload_async.abc.tier import KVIdentity
@@ -23,7 +24,7 @@ from kvoffload_async.tiers.fs.digest_attribute import ATTRIBUTE
 from kvoffload_async.tiers.fs.operations import StoreStatus
 from kvoffload_async.tiers.fs.settings import FsSettings
 
-__all__ = ["command"]
+__all__ = ["command", "each_implementation"]
 
 SECRET = bytes(range(32))
 KEY, OTHER = EncryptionKey(SECRET), EncryptionKey(SECRET[::-1])
@@ -207,6 +208,7 @@ def test_a_wrong_tag_wipes_the_row(directory):
 # -- in a tier -------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("each_implementation")
 @pytest.mark.parametrize("capacity_bytes", [None, 512 << 10])
 @pytest.mark.parametrize("direct_io", [False, True])
 def test_a_tier_stores_and_serves_and_evicts(directory, capacity_bytes, direct_io):
@@ -217,6 +219,49 @@ def test_a_tier_stores_and_serves_and_evicts(directory, capacity_bytes, direct_i
         assert all(harness.holds(key, slot) for slot, key in enumerate(K))
         if capacity_bytes:
             assert directory.counted_bytes() == directory.disk_bytes()
+
+
+def used(monkeypatch, implementation):
+    monkeypatch.setenv("KVOFFLOAD_NATIVE", "0" if implementation == "python" else "")
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_each_implementation_serves_what_the_other_has_stored(
+    directory, implementation, monkeypatch
+):
+    options = {"verify": "required", "encryption_keys": (KEY,)}
+    used(monkeypatch, implementation)
+    with directory.open(**options) as harness:
+        assert harness.store(K) == {}
+    values = [stored(directory, key) for key in K]
+    assert len({value for value, _ in values}) == len(K)
+    for key, (value, body) in zip(K, values, strict=True):
+        bound, salt = associated(directory, key), value[9:25]
+        data = AESGCM(subkey(salt)).decrypt(value[25:37], body + value[37:], bound)
+        assert data == content_of(key, BLOCK).tobytes()
+    used(monkeypatch, "python" if implementation == "native" else "native")
+    with directory.open(**options) as harness:
+        assert harness.load(K) == {}
+        assert all(harness.holds(key, slot) for slot, key in enumerate(K))
+
+
+@pytest.mark.usefixtures("each_implementation")
+def test_a_tier_serves_no_tampered_block_and_leaves_no_byte(directory):
+    rng = random.Random(1)
+    with directory.open(verify="required", encryption_keys=(KEY,)) as harness:
+        assert harness.store(K) == {}
+        own = [stored(directory, key) for key in K]
+        for _ in range(50):
+            tampered = {index for index in range(len(K)) if rng.randrange(2)}
+            for index in tampered:
+                body = flipped(own[index][1], rng.randrange(BLOCK * 8))
+                put(directory, K[index], own[index][0], rng.choice([body, own[index - 1][1]]))
+            harness.rows[: len(K)] = 7
+            assert set(harness.load(K)) == tampered
+            for index, key in enumerate(K):
+                assert harness.holds(key, index) is (index not in tampered)
+                assert index not in tampered or not harness.rows[index].any()
+                put(directory, key, *own[index])
 
 
 def test_an_evicted_blocks_inode_is_used_again(directory):

@@ -1,6 +1,7 @@
 from typing import ClassVar
 
 import pytest
+from implementations import each_implementation
 from sealed_names import SealedConformance, key_file, sealing
 from slab.stores import KIB, SlabStore, flip
 
@@ -8,6 +9,8 @@ from kvoffload_async.testing import TierConformance
 from kvoffload_async.tiers.files.sealing import EncryptionKey
 from kvoffload_async.tiers.slab.addresses import segment_of, slot_of
 from kvoffload_async.tiers.slab.layout import segment_name
+
+__all__ = ["each_implementation"]
 
 
 class SlabConformance(TierConformance):
@@ -37,6 +40,7 @@ class TestSlabTierThatIsFullAndWaitsForTheDevice(SlabConformance):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("each_implementation")
 class TestSlabTierThatEncrypts(SlabConformance):
     options: ClassVar[dict] = {"encryption_keys": (EncryptionKey(bytes(32)),)}
 

@@ -9,6 +9,7 @@ from command_line import command
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from implementations import each_implementation
 from slab.stores import BLOCK, K, SlabStore, records_of
 
 from kvoffload_async import ConfigError
@@ -21,7 +22,9 @@ from kvoffload_async.tiers.slab.layout import segment_name
 from kvoffload_async.tiers.slab.records import checkpoint, keys_of, scan
 from kvoffload_async.tiers.slab.tier import SlabSettings
 
-__all__ = ["command"]
+__all__ = ["command", "each_implementation"]
+
+pytestmark = pytest.mark.usefixtures("each_implementation")
 
 SECRET = bytes(range(32))
 KEY, OTHER = EncryptionKey(SECRET), EncryptionKey(SECRET[::-1])
