@@ -141,7 +141,7 @@ def _can_make(digests: BlockDigests, seals: Seals | None, env: TierEnvironment) 
     """Return whether native code should compute the checksums or, if there are seals, encrypt."""
     if seals is None:
         return not digests.is_keyed
-    if seals.is_by_tenant:
+    if not seals.secrets:
         return False
     try:
         why = _cipher_obstacle()

@@ -144,14 +144,11 @@ class Seals(Protocol):
     """The seals of encrypted blocks, for code that encrypts them elsewhere. Thread: any.
 
     Attributes:
-        is_by_tenant: Whether tenants have keys of their own, which native code cannot tell apart.
         info: Information of HKDF, followed by its counter, the byte 1.
         prefix: Associated data before the block's key, which is prefixed with its length.
-        secrets: Id, length and bytes of each key, as packed for `Sealing`.
+        secrets: Id, length and bytes of each key, as packed for `Sealing`; empty if tenants have
+            different keys, which native code does not tell apart.
     """
-
-    @property
-    def is_by_tenant(self) -> bool: ...
 
     @property
     def info(self) -> bytes: ...

@@ -74,13 +74,6 @@ def test_only_tiers_that_divide_their_capacity_take_quotas(tmp_path):
 CONFIG = {"cpu_bytes_to_use": "64KiB", "block_bytes": 4096, "model": "m", "tenants": {"a": {}}}
 
 
-def key_file(folder, name, secret):
-    path = folder / name
-    path.write_bytes(secret)
-    path.chmod(0o600)
-    return str(path)
-
-
 @pytest.mark.parametrize(
     ("tenants", "text"),
     [

@@ -191,7 +191,7 @@ class Sealer:
     """Seals and opens blocks of one layout. Thread: any; the work releases the GIL.
 
     Attributes:
-        is_by_tenant, info, prefix, secrets: See `kvoffload_async.block_io.contract.Seals`.
+        info, prefix, secrets: See `kvoffload_async.block_io.contract.Seals`.
     """
 
     def __init__(self, keys: EncryptionKeys, purpose: str, layout: str) -> None:
@@ -206,7 +206,6 @@ class Sealer:
             return Cipher(algorithms.AES(sealing.subkey), modes.GCM(sealing.nonce))
 
         self._cipher = cipher
-        self.is_by_tenant = isinstance(keys, TenantRings)
         if not isinstance(keys, TenantRings):
             keys = TenantRings([keys], lambda _: 0)
         self._tenant_of = keys.tenant_of
@@ -215,8 +214,9 @@ class Sealer:
         self._bound = framed(purpose.encode()) + framed(layout.encode())
         info = b"kvoffload-seal " + purpose.encode()
         self.info = info + b"\1"
-        self.prefix = self._bound + framed(b"")
-        self.secrets = b"".join(key.packed for key in self._keys.values())
+        self.prefix = self._bound + framed(b"") + framed(b"")
+        has_tenants = any(key.tenant for key in self._keys.values())
+        self.secrets = b"" if has_tenants else b"".join(k.packed for k in self._keys.values())
         self._subkey = lru_cache(_NUM_SUBKEYS)(
             lambda key_id, salt: self._keys[key_id].subkey(salt, info)
         )
