@@ -206,6 +206,27 @@ def test_pins_and_discards_reach_the_names_of_every_key(rotated):
     assert heard == [(hook, names) for hook in ("pin", "unpin", "discard") for names in expected]
 
 
+def test_a_deletion_reaches_the_names_of_every_key_and_tells_which_failed(rotated, paths):
+    store_old(rotated, paths, K[:2])
+    assert rotated.store(K[2:4]) == {}
+    assert rotated.run(rotated.tier.delete(K[:3])) == {}
+    assert rotated.contains(K[:4]) == {K[3]}
+    failing = name_of(rotated.tier, K[1], 1)
+
+    async def delete(names):
+        return {names.index(failing): TierError("no")} if failing in names else {}
+
+    rotated.tier._tier.delete = delete
+    long = make_offload_key(b"l" * 77)
+    assert list(rotated.run(rotated.tier.delete([long, K[0], K[1]]))) == [2]
+
+
+def test_the_names_of_many_keys_take_bounded_memory(paths):
+    names = NameKeys(paths[:1])
+    names.sealed(0, [key_of(i) for i in range(20_000)])
+    assert names._sealed.cache_info().currsize == 16_384
+
+
 def test_two_files_with_one_key_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="name_key_file: two of the files have the same key"):
         read_name_keys([key_file(tmp_path), key_file(tmp_path)])

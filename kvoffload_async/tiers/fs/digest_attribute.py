@@ -95,9 +95,8 @@ class SealedAttributes(AttributeDigester):
 
     def encoded(self, key: OffloadKey, data: memoryview) -> tuple[bytes, memoryview]:
         into: memoryview | None = getattr(self._staging, "block", None)
-        if into is None or len(into) < len(data):  # aligned, for direct I/O
+        if into is None:  # aligned, for direct I/O
             into = self._staging.block = memoryview(mmap.mmap(-1, len(data)))
-        into = into[: len(data)]
         return self.prefix + self.seals.seal(key, data, into), into
 
     def matches(self, key: OffloadKey, value: bytes, data: memoryview) -> bool:
