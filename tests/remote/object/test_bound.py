@@ -120,6 +120,8 @@ def test_a_tenant_beyond_its_quota_loses_its_own_blocks_alone(bounded):
     host = bounded(32, quotas=quotas)
     first, other = ([key for key in K if of_first_byte(key) == tenant] for tenant in (0, 1))
     store_all(host, other[:8])
+    written = [account.record().written_bytes for account in host.tier._bound.accounts]
+    assert written == [0, 8 * OBJECT_BYTES]
     store_all(host, first[:24])
     figures = host.tier.gauges
     until(host, lambda: 0 < figures()["tenant_0_bytes"] <= 8 * OBJECT_BYTES)

@@ -775,6 +775,7 @@ def test_a_tenant_that_floods_evicts_its_own_blocks_alone_and_each_stays_within_
         for key in kept:
             await asyncio.sleep(0.5)
             await hosts[0].use(key)
+            assert {host.figure("tenant_0_bytes") for host in hosts} == {0}
         assert sum(key in bucket.blocks for key in kept) > 190
         kept = [key for key in kept if key in bucket.blocks]
         for number in range(300):
