@@ -199,6 +199,9 @@ class Sealing(NamedTuple):
     secrets: bytes
     info: bytes
 
+    def __repr__(self) -> str:
+        return f"Sealing(info={self.info!r})"
+
 
 class Memory:
     """Rows of a buffer, which is held until `release` and until no batch uses it.

@@ -159,6 +159,10 @@ def test_keys_that_are_none_are_refused(changed, why):
         native.Engine(1, 1, 0, 8, addresses(), sealing=sealing()._replace(**changed))
 
 
+def test_no_secret_is_in_a_text():
+    assert repr(sealing()) == "Sealing(info=b'kvoffload-seal slab 3\\x01')"
+
+
 def test_the_check_finds_functions_that_do_not_encrypt(monkeypatch):
     native.check_ciphers(addresses(), hashes.cipher_addresses())
     names = [*hashes._CIPHER_NAMES]
