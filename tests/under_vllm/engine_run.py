@@ -58,8 +58,9 @@ def main(run: dict[str, Any]) -> None:
         scheduler.kv_event_publisher.publish = batches.append
     greedy = SamplingParams(temperature=0, max_tokens=24, detokenize=False, ignore_eos=True)
     prompts = [
-        TokensPrompt(prompt_token_ids=prompt)
+        TokensPrompt(prompt_token_ids=prompt, **({} if salt is None else {"cache_salt": salt}))
         for prompt in prompts_of(run.get("requests", 1), run.get("prompt_tokens", 500))
+        for salt in run.get("salts", [None])
     ]
     found: dict[str, Any] = {"tokens": [], "hits": []}
     for step in run["steps"]:
@@ -100,6 +101,8 @@ def replayed(batches: list[Any], scheduler: Any) -> dict[str, Any]:
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
     from vllm.v1.kv_offload.base import get_offload_block_hash
 
+    from kvoffload_async.facade.tenants import untagged
+
     parents: dict[Any, Any] = {}
     told: dict[str, Counter[Any]] = {}
     for event in (event for batch in batches for event in batch.events):
@@ -113,9 +116,11 @@ def replayed(batches: list[Any], scheduler: Any) -> dict[str, Any]:
             chain = [event.parent_block_hash, *event.block_hashes]
             parents |= dict(zip(chain[1:], chain, strict=False))
 
+    has_tenants = scheduler.manager.manager.tenants is not None
+
     def hashes(keys: Any) -> list[Any]:
         found = []
-        for key in keys:
+        for key in map(untagged, keys) if has_tenants else keys:
             block_hash = maybe_convert_block_hash(get_offload_block_hash(key))
             for _ in range(scheduler.config.blocks_per_chunk):
                 found.append(block_hash)

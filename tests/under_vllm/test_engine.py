@@ -277,6 +277,27 @@ def test_events_of_a_run_with_evictions_replay_to_the_contents(model, tmp_path, 
     assert found["tracked"] == found["blocks"]
 
 
+def test_events_of_tenants_that_evict_have_vllms_own_hashes(model, tmp_path):
+    tier = {**slab(tmp_path), "capacity_bytes": "4MiB", "enable_kv_events": True}
+    settings = connector(
+        tiers=[{**tier, "segment_bytes": "1MiB"}],
+        name="KVOffloadConnector",
+        cpu_bytes_to_use=48 * BLOCK_BYTES,
+        self_describing_kv_events=True,
+        tenants={"a": {}},
+        tenant_field="cache_salt",
+        unknown_tenant="no_store",
+    )
+    crowd = {"model": model, "requests": 10, "prompt_tokens": 300, "events": True}
+    steps = ["generate", "reset device", "generate"]
+    found = run(**crowd, salts=["a", "b"], connector=settings, steps=steps)
+    events = found["events"]
+    assert events["told"] == events["there"]
+    assert events["there"]["CPU None"]
+    assert events["removed"]["CPU None"]
+    assert events["tracked"] == events["blocks"]
+
+
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_leaves_no_file_in_shared_memory(model, tmp_path, ending):
     settings = connector(tiers=[fs(tmp_path)])
