@@ -348,8 +348,8 @@ def test_a_tenant_that_floods_evicts_nothing_of_others(start, memory, slab):
     [
         ({"tenants": {}}, "tenants: "),
         ({"tenants": {"a": {"quota_bytes": "1MiB"}}}, r"tier\[0\].*quota_bytes: the tier cannot"),
-        ({"tenants": {"a": {"name_key_file": "/k"}}}, r"tenants\['a'\]: keys of tenants"),
-        ({"tenants": {"a": {"encryption_key_file": "/k"}}}, r"tenants\['a'\]: keys of tenants"),
+        ({"tenants": {"a": {"name_key_file": "/k"}}}, r"tenants\['a'\]: name_key_file"),
+        ({"tenants": {"a": {"encryption_key_file": "/k"}}}, r"tenants\['a'\]: encryption_key_file"),
         ({"tenants": TENANTS, "unknown_tenant": "a"}, "unknown_tenant: 'a'"),
     ],
 )

@@ -25,6 +25,7 @@ from kvoffload_async.config import (
 )
 from kvoffload_async.errors import ConfigError
 from kvoffload_async.facade.plugged import tiers_under
+from kvoffload_async.facade.tenant_keys import with_tenant_keys
 from kvoffload_async.facade.tenants import Tenants
 from kvoffload_async.facade.tier_factory import SecondaryTierFactory, check_tiers, with_quotas
 from kvoffload_async.integrations.lmcache.keys import StoreId
@@ -84,20 +85,16 @@ class AdapterOptions(Options):
         return options
 
     def with_tenants(self, tenants: Tenants) -> Self:
-        """Return the options with tiers that divide their capacity among tenants."""
-        for each in tenants.options:
-            if each.encryption_key_files or each.name_key_files:
-                raise ConfigError(
-                    f"tenants[{each.name!r}]: keys of tenants are not supported under LMCache; "
-                    "give the tier the keys, or each tenant an adapter"
-                )
+        """Return the options with tiers that know the tenants' keys, and their parts of space."""
         quotas = [
             None if quota is None else quota // self.num_stores
             for quota in tenants.quotas.quota_bytes
         ]
         parts = TenantQuotas(quotas, tenants.tenant_of)
         return replace(
-            self, tier=tuple(with_quotas(self.tier, parts, "tier")), known_tenants=tenants
+            self,
+            tier=tuple(with_quotas(with_tenant_keys(self.tier, tenants, "tier"), parts, "tier")),
+            known_tenants=tenants,
         )
 
     def tier_of(self, tier: Mapping[str, Any], store: StoreId) -> dict[str, Any]:
