@@ -198,6 +198,7 @@ def test_vllms_requests_hit_the_blocks_of_their_tenant_only(scheduled, field):
 
     assert [ask("c"), ask(None), ask("c")] == [0, 0, 0]
     assert stored_of() == {}
+    assert manager.manager.stats().primary.unknown_tenant_blocks >= 3 * 4
     assert ask("a") == 0
     assert stored_of().keys() == {"a"}
     assert ask("b") == 0

@@ -112,7 +112,10 @@ class TenantManager(KVOffloadManager):
     def prepare_store(
         self, keys: Collection[OffloadKey], req_context: base.ReqContext
     ) -> base.PrepareStoreOutput | None:
-        output = super().prepare_store(self._tagged(keys, req_context), req_context)
+        own = self._tagged(keys, req_context)
+        if not own:
+            self.manager.planner.primary.counters.unknown_tenant_blocks += len(keys)
+        output = super().prepare_store(own, req_context)
         if output is not None:
             output.keys_to_store = list(map(untagged, output.keys_to_store))
             output.evicted_keys = list(map(untagged, output.evicted_keys))
