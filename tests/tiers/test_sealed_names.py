@@ -222,7 +222,7 @@ def test_a_deletion_reaches_the_names_of_every_key_and_tells_which_failed(rotate
 
 
 def test_the_names_of_many_keys_take_bounded_memory(paths):
-    names = NameKeys(paths[:1])
+    names = NameKeys(read_name_keys(paths[:1]))
     names.sealed(0, [key_of(i) for i in range(20_000)])
     assert names._sealed.cache_info().currsize == 16_384
 
