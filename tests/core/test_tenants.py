@@ -73,6 +73,16 @@ def test_a_store_of_several_tenants_is_refused():
     world.wind_down()
 
 
+def test_a_request_that_has_asked_for_nothing_has_no_tenant_yet():
+    world = shared(2, 2)
+    ctx = world.begin()
+    world.planner.prefetch([], ctx)
+    assert world.lookup(ctx, "B") is MISS
+    with pytest.raises(StateError, match="several tenants"):
+        world.lookup(ctx, "a")
+    world.wind_down()
+
+
 def test_a_tenant_that_waits_for_room_lets_others_pass():
     world = shared(2, 3, tiers=1)
     world.fill(0, ks("abCD"))
