@@ -50,7 +50,7 @@ def test_a_batch_over_the_bound_is_refused(tmp_path, monkeypatch):
             await tasks[-1]
         hang.release()
 
-    run(scenario, "native", tmp_path, ops=ops)
+    run(scenario, "native", tmp_path, ops=ops, threads=1)
 
 
 def test_after_closing_nothing_is_moved(tmp_path):
