@@ -16,6 +16,9 @@ ENDED_EARLY: Final = -1
 NOT_DECRYPTED: Final = -2
 """Instead of an errno: the block could not be decrypted."""
 
+OTHER_KEY: Final = -3
+"""Instead of an errno: the block is encrypted with a key that is not given."""
+
 DIGEST_BYTES: Final = 16
 
 FILE_WRITTEN: Final = 0
@@ -42,8 +45,10 @@ class Moved(NamedTuple):
     """Result of copying a batch of blocks.
 
     Attributes:
-        errors: Index of each failed block -> its errno, `ENDED_EARLY` or `NOT_DECRYPTED`.
-        digests: Concatenated checksums, undefined for failed blocks. Empty if not requested.
+        errors: Index of each failed block -> its errno, `ENDED_EARLY`, `NOT_DECRYPTED` or
+            `OTHER_KEY`.
+        digests: Concatenated checksums, undefined for failed blocks except the read ones that were
+            not decrypted. Empty if not requested.
     """
 
     errors: dict[int, int]
@@ -171,6 +176,11 @@ class Seals(Protocol):
 TAG_AT: Final = 36
 SEAL_BYTES: Final = TAG_AT + DIGEST_BYTES
 """Length of a seal: key id (8 bytes), salt (16), nonce (12), tag."""
+
+
+def not_opened(seals: Seals, seal: bytes) -> int:
+    """Return why a block with this seal was not decrypted: `OTHER_KEY` or `NOT_DECRYPTED`."""
+    return NOT_DECRYPTED if seals.has_key(seal) else OTHER_KEY
 
 
 class Cipher(Protocol):

@@ -23,6 +23,7 @@ from kvoffload_async.block_io.contract import (
     Run,
     Seals,
     StoredFiles,
+    not_opened,
 )
 from kvoffload_async.block_io.engine import Engine, Memory, Sealing
 from kvoffload_async.block_io.hashes import addresses, cipher_addresses
@@ -125,7 +126,7 @@ class NativeBlockIo(BlockIo):
         found = [digests[at : at + SEAL_BYTES] for at in range(0, len(digests), SEAL_BYTES)]
         for index, code in errors.items():
             if code == NOT_DECRYPTED:
-                seals.has_key(found[index])
+                errors[index] = not_opened(seals, found[index])
         return Moved(errors, b"".join([seal[TAG_AT:] for seal in found]))
 
     async def load_files(

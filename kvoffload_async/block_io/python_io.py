@@ -17,13 +17,15 @@ from kvoffload_async.abc.tier import Direction, IoRunner
 from kvoffload_async.block_io.contract import (
     DIGEST_BYTES,
     ENDED_EARLY,
-    NOT_DECRYPTED,
+    SEAL_BYTES,
+    TAG_AT,
     BlockDigests,
     BlockIo,
     Cipher,
     FileCalls,
     Moved,
     Run,
+    not_opened,
 )
 from kvoffload_async.errors import TierUnavailableError
 from kvoffload_async.types import OffloadKey
@@ -219,11 +221,10 @@ class _Batch:
             self.digests[start + index] = cipher.encrypt(keys[start + index], row, slot)
 
         def decrypt(index: int, slot: memoryview, row: memoryview) -> None:
-            digest = cipher.decrypt(keys[start + index], slot, row)
-            if digest is None:
-                self.errors[start + index] = NOT_DECRYPTED
-            else:
-                self.digests[start + index] = digest
+            seal = bytes(slot[len(row) : len(row) + SEAL_BYTES])
+            self.digests[start + index] = seal[TAG_AT:]
+            if cipher.decrypt(keys[start + index], slot, row) is None:
+                self.errors[start + index] = not_opened(cipher.seals, seal)
 
         return encrypt if self._is_store else decrypt
 

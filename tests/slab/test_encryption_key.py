@@ -14,7 +14,7 @@ from implementations import each_implementation
 from sealed_names import check_secrecy, content_below
 from slab.stores import BLOCK, K, SlabStore, records_of
 
-from kvoffload_async import ConfigError
+from kvoffload_async import BlockMissingError, ConfigError, CorruptBlockError
 from kvoffload_async.abc.tier import KVIdentity
 from kvoffload_async.testing.harness import content_of
 from kvoffload_async.tiers.files.ops import FileOps, read_file
@@ -135,6 +135,16 @@ def test_a_lost_key_is_warned_of_once_and_the_store_fills_again(filled, caplog):
     with opened(filled, OTHER) as harness:
         assert harness.store(BLOCKS) == {}
     assert served(filled, OTHER) == EVERY
+
+
+def test_blocks_of_a_key_that_is_not_given_are_missing_unless_they_are_damaged(filled):
+    fd, offset = place(filled, BLOCKS[0])
+    write_at(fd, offset + STORED - 1, bytes([read_at(fd, offset)[-1] ^ 1]))
+    with opened(filled, OTHER) as harness:
+        failures = harness.load(BLOCKS)
+        assert harness.contains(BLOCKS) == set()
+    assert {i for i, error in failures.items() if type(error) is CorruptBlockError} == {0}
+    assert {i for i, error in failures.items() if type(error) is BlockMissingError} == EVERY - {0}
 
 
 @pytest.mark.parametrize("before", [{}, {"encryption_keys": (KEY,)}])

@@ -326,7 +326,7 @@ class SlabTier(AsyncTier):
                 used = tuple(key for i, key in enumerate(job.keys) if i not in failures)
             store.catalog.used(used)
         finally:
-            for index in batch.corrupt:  # also if cancelled: their records are gone
+            for index in batch.dropped:  # also if cancelled: their records are gone
                 store.catalog.drop(blocks.keys[index], blocks.addresses[index])
             store.catalog.unpin(blocks.addresses)
         return failures

@@ -19,8 +19,13 @@ from typing import Final, NamedTuple
 
 from kvoffload_async.abc.tier import Direction, TierEnvironment
 from kvoffload_async.block_io.choice import create_block_io
-from kvoffload_async.block_io.contract import ENDED_EARLY, NOT_DECRYPTED
-from kvoffload_async.errors import CorruptBlockError, TierError, TierUnavailableError
+from kvoffload_async.block_io.contract import ENDED_EARLY, NOT_DECRYPTED, OTHER_KEY
+from kvoffload_async.errors import (
+    BlockMissingError,
+    CorruptBlockError,
+    TierError,
+    TierUnavailableError,
+)
 from kvoffload_async.tiers.files.digests import DIGEST_BYTES
 from kvoffload_async.tiers.files.ops import FileOps, mapped
 from kvoffload_async.tiers.slab.addresses import Run, SlotAddress, joined, segment_of
@@ -148,20 +153,25 @@ class StoreBatch(Batch):
         )
 
 
-_BAD: Final = {ENDED_EARLY: "ends early", NOT_DECRYPTED: "cannot be decrypted"}
-"""Instead of an errno -> why the block is corrupt."""
+_BAD: Final = {
+    ENDED_EARLY: "ends early",
+    NOT_DECRYPTED: "cannot be decrypted",
+    OTHER_KEY: "is encrypted with a key that is not given",
+}
+"""Instead of an errno -> why the block is dropped."""
 
 
 class LoadBatch(Batch):
     """Blocks to read from pinned, ascending addresses, and to verify.
 
     Attributes:
-        corrupt: Batch indices of corrupt blocks; their records are removed.
+        dropped: Batch indices of blocks that are corrupt, or that no key opens; their records are
+            removed.
     """
 
     def __init__(self, store: OpenStore, blocks: Blocks) -> None:
         super().__init__(store, blocks, max(1, len(blocks.keys)))
-        self.corrupt: list[int] = []
+        self.dropped: list[int] = []
         self._verified = self.runs
         table = store.table
         if not store.settings.verifies:
@@ -175,8 +185,9 @@ class LoadBatch(Batch):
     def fail_with(self, errors: dict[int, int]) -> None:
         super().fail_with({i: code for i, code in errors.items() if code not in _BAD})
         for index in sorted(errors):
-            if errors[index] in _BAD:
-                self._drop(index, _BAD[errors[index]])
+            if (code := errors[index]) in _BAD:
+                is_missing = code == OTHER_KEY and self._has_its_tag(index)
+                self._drop(index, _BAD[code], is_missing=is_missing)
 
     def check(self) -> None:
         """Record the uses of the blocks, and verify checksums; drop corrupt blocks."""
@@ -194,11 +205,16 @@ class LoadBatch(Batch):
             if index not in self.failures and found != digest:
                 self._drop(index, "has a wrong checksum")
 
-    def _drop(self, index: int, what: str) -> None:
-        key = self.blocks.keys[index]
-        self.failures[index] = CorruptBlockError(f"{block_text(key)} {what}")
+    def _has_its_tag(self, index: int) -> bool:
+        """Return whether a block has the checksum that its record names."""
+        address = self.blocks.addresses[index]
+        return self._digests_of(Run(address, index, 1)) == self._store.table.digests(address, 1)
+
+    def _drop(self, index: int, what: str, *, is_missing: bool = False) -> None:
+        error = BlockMissingError if is_missing else CorruptBlockError
+        self.failures[index] = error(f"{block_text(self.blocks.keys[index])} {what}")
         self._store.journal.note_removed((self.blocks.addresses[index],))
-        self.corrupt.append(index)
+        self.dropped.append(index)
 
 
 logger = logging.getLogger(__name__)
@@ -266,8 +282,8 @@ class Transfers:
         else:
             self._checked_s.update(dict.fromkeys(unchecked, now_s))
             batch.check()
-        if batch.corrupt and (error := await self._notes.add(None)) is not None:
-            logger.warning("the removal of a corrupt block is not journalled yet: %s", str(error))
+        if batch.dropped and (error := await self._notes.add(None)) is not None:
+            logger.warning("the removal of a dropped block is not journalled yet: %s", str(error))
 
     async def store(self, batch: StoreBatch) -> None:
         """Store the blocks of a batch; return only after all copying has ended, even if cancelled.
