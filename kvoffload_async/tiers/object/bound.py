@@ -12,7 +12,7 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from kvoffload_async.error_log import LogRate
+from kvoffload_async.error_log import ErrorLog, LogRate
 from kvoffload_async.errors import TierError, drop_tracebacks
 from kvoffload_async.tiers.object import quota
 from kvoffload_async.tiers.remote.calls import run_together
@@ -101,6 +101,7 @@ class BucketBound:
         self._gauges = dict.fromkeys(("bound_failures", "bound_deletions", "foreign_objects"), 0)
         self._warned: set[str] = set()
         self._rate = LogRate()
+        self._errors = ErrorLog(logger, "capacity_bytes: a turn")
         self._own: Sequence[quota.Record] = ()
         self._task: asyncio.Task[None] | None = None
 
@@ -133,6 +134,7 @@ class BucketBound:
         by_tenant = {f"tenant_{n}_bytes": num for n, num in enumerate(used) if len(used) > 1}
         bounds = [w.bound_bytes for w in words] or [a.capacity_bytes for a in self.accounts]
         return self._gauges | {
+            "bound_failures": self._gauges["bound_failures"] + self._errors.count,
             "used_bytes": sum(used),
             "capacity_bytes": sum(bounds),
             "declined_blocks": sum(account.declined for account in self.accounts),
@@ -145,11 +147,12 @@ class BucketBound:
         loop = asyncio.get_running_loop()
         while True:
             began_s = loop.time()
-            try:
-                self._until_s = began_s + _SWEEP_PART * self._period_s
-                await self._take_turn()
-            except TierError as error:
-                self._failed(error)
+            self._until_s = began_s + _SWEEP_PART * self._period_s
+            with self._errors.survived():
+                try:
+                    await self._take_turn()
+                except TierError as error:
+                    self._failed(error)
             if not first.done():
                 first.set_result(None)
             pause_s = self._period_s if self.accounts[0].limit_bytes else self._period_s / 4

@@ -537,20 +537,22 @@ def test_records_of_hosts_that_died_are_removed():
     assert bucket.records == {}
 
 
-def test_a_report_that_failed_is_part_of_the_next_one():
+@pytest.mark.parametrize("error", [CallTimeoutError("slow"), RuntimeError("a defect")], ids=repr)
+def test_a_report_that_failed_is_part_of_the_next_one(error):
     bucket = Bucket()
 
     async def main():
         (host,) = await opened(bucket, 1, CAPACITY_BYTES, random.Random(7))
 
         async def fail(name, content):
-            raise CallTimeoutError("slow")
+            raise error
 
         await host.use(key_of(1))
         host.bound._store = _With(bucket, write_record=fail)
         await asyncio.sleep(1.5 * PERIOD_S)
         host.bound._store = bucket
         await asyncio.sleep(1.5 * PERIOD_S)
+        assert host.figure("bound_failures")
         assert host.figure("used_bytes") == BLOCK_BYTES
         await host.bound.close()
 
